@@ -1,0 +1,201 @@
+"""POST /v1/chat/completions: messages -> text, and audio when the pipeline speaks, through the `respond` task.
+
+Source: https://platform.openai.com/docs/api-reference/chat and /chat-streaming
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from gateway import media, models, schema, sse, streaming
+from gateway.limits import read_body
+from gateway.media import Base64Pieces, MediaPool
+from gateway.schema import ChatBody, ChatMessage, ContentPart
+from gateway.state import CLIENT, CONFIG, MEDIA
+from gateway.transcriptions import open_audio, transcribe
+from streamrt import text_chunk
+from streamrt.errors import BadRequest, TooLong
+
+if TYPE_CHECKING:
+    from streamrt import Call, Chunk
+
+
+class Ending:
+    """What the last chunks of a call say: why it ended and what it cost. Written by the reader of the chunks."""
+
+    def __init__(self) -> None:
+        self.finish_reason = "stop"
+        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # 0 where the stage counts no tokens
+
+    def note(self, chunk: Chunk) -> None:
+        self.finish_reason = chunk.meta.get("finish_reason", self.finish_reason)
+        if usage := chunk.meta.get("usage"):
+            self.usage = {**usage, "total_tokens": usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)}
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions"""
+    client, config, pool = request.app[CLIENT], request.app[CONFIG], request.app[MEDIA]
+    # 1. What is wrong with it, before any stage hears of it.
+    body = schema.decode(await read_body(request), ChatBody)
+    schema.refuse_unsupported(body)
+    model = models.check_model(client, "respond", body.model)
+    spoken = "audio" in (body.modalities or ())
+    if spoken and not models.speaker(client, "respond"):
+        raise BadRequest('modalities: got "audio", but this pipeline answers with text only', param="modalities")
+    if spoken and body.audio is None:
+        raise BadRequest(
+            'audio: missing, and needed for modalities with "audio"', hint='"audio": {"voice": ..., "format": ...}', param="audio"
+        )
+    voice = models.check_voice(client, "respond", schema.voice_name(body.audio.voice), "audio.voice") if spoken and body.audio else None
+    # 2. What it says.
+    messages = [await _message(request, index, message) for index, message in enumerate(body.messages)]
+    if (chars := sum(len(message["content"]) for message in messages)) > config.max_prompt_chars:
+        raise TooLong(f"messages: got {chars} characters, expected at most {config.max_prompt_chars}", param="messages")
+    # 3. Ask.
+    outputs = {"text", "audio"} if spoken else {"text"}
+    said = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+    call = await client.submit(
+        "respond", params_of(body, messages, voice), [text_chunk(said)], outputs=outputs, timeout_s=config.request_timeout_s
+    )
+    # 4. Answer.
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+    audio_format = body.audio.format if spoken and body.audio else ""
+    if body.stream:
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        return await streaming.event_response(request, chunk_events(call, head, audio_format, pool, has_usage))
+    answer = await completion(call, head, audio_format, pool)
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+def params_of(body: ChatBody, messages: list[dict[str, Any]], voice: str | None) -> dict[str, Any]:
+    """The parameters of `respond`; see streamrt/stage.py."""
+    return {
+        "messages": messages,
+        "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "seed": body.seed,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
+        "voice": voice,
+        "modalities": body.modalities or ["text"],
+    }
+
+
+async def completion(call: Call, head: dict[str, Any], audio_format: str, pool: MediaPool) -> dict[str, Any]:
+    """The whole answer as one `chat.completion`."""
+    ending, text, pieces = Ending(), "", []
+    encoder: media.Encoder | None = None
+    async with aclosing(streaming.chunks_of(call)) as chunks:
+        async for chunk in chunks:
+            ending.note(chunk)
+            if chunk.modality == "text":
+                text += chunk.text
+            elif chunk.modality == "audio" and audio_format and len(chunk.samples):
+                if encoder is None:
+                    encoder = await pool.run(media.encoder, audio_format, chunk.sample_rate_hz, True)
+                pieces.append(await pool.run(encoder.encode, chunk.samples))
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if audio_format:
+        pieces.append(await pool.run(encoder.finish) if encoder else b"")
+        data = base64.b64encode(b"".join(pieces)).decode()
+        # Replies are not kept, so the id can not be referred to later: it has expired already.
+        message |= {"content": None, "audio": {"id": _audio_id(head), "data": data, "expires_at": head["created"], "transcript": text}}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": ending.finish_reason}
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": ending.usage}
+
+
+async def chunk_events(
+    call: Call, head: dict[str, Any], audio_format: str, pool: MediaPool, has_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The answer as `chat.completion.chunk` events and [DONE]. Nothing comes before the stage's first chunk, so that an error
+    that precedes it has a status of its own."""
+    ending, pieces, begun = Ending(), Base64Pieces(), False
+    encoder: media.Encoder | None = None
+
+    def event(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return sse.data({**head, "object": "chat.completion.chunk", "choices": [choice], **({"usage": None} if has_usage else {})})
+
+    async with aclosing(streaming.chunks_of(call)) as chunks:
+        async for chunk in chunks:
+            ending.note(chunk)
+            if not begun:
+                begun = True
+                yield event({"role": "assistant", "content": None if audio_format else ""})
+                if audio_format:
+                    yield event({"audio": {"id": _audio_id(head)}})
+            if chunk.modality == "text" and chunk.text:
+                yield event({"audio": {"transcript": chunk.text}} if audio_format else {"content": chunk.text})
+            elif chunk.modality == "audio" and audio_format and len(chunk.samples):
+                if encoder is None:
+                    encoder = await pool.run(media.encoder, audio_format, chunk.sample_rate_hz)
+                if data := pieces.feed(await pool.run(encoder.encode, chunk.samples)):
+                    yield event({"audio": {"data": data}})
+    if not begun:
+        yield event({"role": "assistant", "content": None if audio_format else ""})
+    if encoder is not None:
+        data = pieces.feed(await pool.run(encoder.finish)) + pieces.finish()
+        if data:
+            yield event({"audio": {"data": data}})
+    if audio_format:
+        yield event({"audio": {"expires_at": head["created"]}})
+    yield event({}, ending.finish_reason)
+    if has_usage:
+        yield sse.data({**head, "object": "chat.completion.chunk", "choices": [], "usage": ending.usage})
+    yield sse.DONE
+
+
+async def _message(request: web.Request, index: int, message: ChatMessage) -> dict[str, Any]:
+    """One message as the stages know it: its content is text. Raises BadRequest that names the part."""
+    where = f"messages[{index}]"
+    if message.audio is not None and message.content is None:
+        raise BadRequest(
+            f"{where}.audio: earlier replies are not kept", hint="send the reply's transcript as content", param=f"{where}.audio"
+        )
+    parts = message.content if isinstance(message.content, list) else [ContentPart("text", message.content or message.refusal or "")]
+    text = "".join([await _part(request, f"{where}.content[{n}]", part) for n, part in enumerate(parts)])
+    known: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": message.tool_calls}
+    return known | {name: value for name, value in more.items() if value}
+
+
+async def _part(request: web.Request, where: str, part: ContentPart) -> str:
+    """The text of one part; audio is transcribed."""
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type == "input_audio" and part.input_audio is not None:
+        return await _hear(request, f"{where}.input_audio.data", part.input_audio.data)
+    if part.type in ("text", "refusal", "input_audio"):
+        raise BadRequest(f'{where}.{part.type}: missing in a part of type "{part.type}"', param=f"{where}.{part.type}")
+    raise BadRequest(f'{where}: got a part of type "{part.type}", expected "text" or "input_audio"', param=where)
+
+
+async def _hear(request: web.Request, where: str, data: str) -> str:
+    client, config, pool = request.app[CLIENT], request.app[CONFIG], request.app[MEDIA]
+    if "transcribe" not in client.tasks():
+        raise BadRequest(f"{where}: this pipeline does not understand audio", hint="send text", param=where)
+    try:
+        audio = base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise BadRequest(
+            f"{where}: got no base64 ({error})", hint="send the file's bytes as base64, not a data: URL", param=where
+        ) from None
+    decoder, first = await open_audio(audio, pool, max_s=config.max_audio_s, param=where)
+    async with aclosing(transcribe(client, {}, decoder, first, pool, timeout_s=config.request_timeout_s)) as chunks:
+        return "".join([chunk.text async for chunk in chunks]).strip()
+
+
+def _audio_id(head: dict[str, Any]) -> str:
+    return str(head["id"]).replace("chatcmpl-", "audio_")

@@ -1,0 +1,23 @@
+"""What the handlers of one gateway share: `request.app[CLIENT]` and the rest.
+
+Written once, by `build_app`; only read afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from gateway.limits import Gate
+    from gateway.media import MediaPool
+    from gateway.openapi import Route
+    from streamrt import Client
+    from streamrt.config import GatewayConfig
+
+CLIENT: web.AppKey[Client] = web.AppKey("client")  # the one member of the pipeline that submits requests
+CONFIG: web.AppKey[GatewayConfig] = web.AppKey("config")  # [gateway] of pipeline.toml
+GATE: web.AppKey[Gate] = web.AppKey("gate")  # what is open now: requests, WebSockets; closed on shutdown
+MEDIA: web.AppKey[MediaPool] = web.AppKey("media")  # the threads that encode and decode
+ROUTES: web.AppKey[tuple[Route, ...]] = web.AppKey("routes")  # the URL table, for /openapi.json

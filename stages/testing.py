@@ -1,0 +1,286 @@
+"""Scripted stages: real stages in real processes whose behaviour is known to the sample. Protocols are tested on them.
+
+    listen      EnergyVad     speech is what is loud
+    transcribe  ScriptAsr     always hears the same words
+    respond     ScriptLlm     streams the reply that the script holds for a message
+    speak       ToneTts       a sine per clause, sample-exact
+    anything    Slow, Crash, Hang, Ramp
+
+They ship because users test their own pipelines with them. No model, no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streamrt import Chunk, Request, Stage, UnknownVoice, audio_chunk, end_chunk, event_chunk, text_chunk
+
+
+class EnergyVad(Stage):
+    """Reports speech where the sound is louder than a threshold. The contract of `listen`, without a model."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        level: float = 0.02  # RMS over one window from which on it is speech
+        window_ms: int = 20
+        pause_ms: int = 100  # silence after which `speech_paused` is reported
+        silence_ms: int = 300  # silence that ends a turn, unless the session says otherwise
+
+    takes = {"audio", "event"}
+    gives = {"events": "event"}
+    tasks = ("listen",)
+    max_requests = 64
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        silence_ms = request.param("silence_duration_ms", self.args.silence_ms)
+        enabled = True
+        rate = 0
+        at = 0  # samples of the input before the window that is looked at
+        pending = np.zeros(0, np.float32)
+        speaking = paused = False
+        speech_end = 0
+        async for chunk in chunks:
+            if chunk.modality == "event":
+                match chunk.event:
+                    case "configure":
+                        silence_ms = int(chunk.meta.get("silence_duration_ms", silence_ms))
+                        enabled = bool(chunk.meta.get("enabled", enabled))
+                    case "clear" | "commit":
+                        speaking = paused = False
+                continue
+            rate = chunk.sample_rate_hz or rate
+            if not len(chunk.samples) or not rate:
+                continue
+            pending = np.concatenate([pending, chunk.samples])
+            window = max(1, rate * self.args.window_ms // 1000)
+            while len(pending) >= window:
+                loud = float(np.sqrt(np.mean(pending[:window] ** 2))) >= self.args.level
+                pending = pending[window:]
+                start, at = at, at + window
+                if not enabled:
+                    speaking = paused = False
+                    continue
+                if loud:
+                    if not speaking:
+                        speaking = True
+                        yield event_chunk("speech_started", at_samples=start, rate_hz=rate)
+                    elif paused:
+                        yield event_chunk("speech_resumed", at_samples=start, rate_hz=rate)
+                    paused = False
+                    speech_end = at
+                elif speaking:
+                    quiet_ms = (at - speech_end) * 1000 // rate
+                    if quiet_ms >= silence_ms:
+                        speaking = paused = False
+                        yield event_chunk("speech_stopped", at_samples=speech_end, rate_hz=rate)
+                    elif quiet_ms >= self.args.pause_ms and not paused:
+                        paused = True
+                        yield event_chunk("speech_paused", at_samples=speech_end, rate_hz=rate)
+
+
+class ScriptAsr(Stage):
+    """Hears `text`, whatever is said. `{samples}`, `{seconds}` and `{peak}` in it tell what really arrived."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        text: str = "What is the capital of France?"
+        delay_ms: int = 0  # how long the end of the audio takes to be understood
+        fail: str = ""  # raise this when the text is asked for
+
+    takes = {"audio", "event"}
+    gives = {"text": "text"}
+    tasks = ("transcribe",)
+    max_requests = 16
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        samples, peak, rate = 0, 0.0, 1
+        async for chunk in chunks:
+            if chunk.event == "provisional":
+                yield text_chunk(self._text(samples, rate, peak), provisional=True)
+            elif chunk.modality == "audio" and len(chunk.samples):
+                samples += len(chunk.samples)
+                rate = chunk.sample_rate_hz
+                peak = max(peak, float(np.abs(chunk.samples).max()))
+        await asyncio.sleep(self.args.delay_ms / 1000)
+        if self.args.fail:
+            raise RuntimeError(self.args.fail)
+        yield text_chunk(self._text(samples, rate, peak), start_s=0.0, end_s=samples / rate, language="en")
+
+    def _text(self, samples: int, rate: int, peak: float) -> str:
+        return self.args.text.format(samples=samples, seconds=round(samples / rate, 3), peak=round(peak, 3))
+
+
+class ScriptLlm(Stage):
+    """Answers from a script: the first key that the last user message contains, else `reply`. `{text}` is that message."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        reply: str = "You said: {text}"
+        replies: dict[str, str] = {}
+        delay_ms: int = 0  # before each word
+        first_delay_ms: int = 0  # before the first word
+
+    takes = {"text"}
+    gives = {"text": "text"}
+    tasks = ("respond",)
+    max_requests = 16
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        heard = "".join([chunk.text async for chunk in chunks])
+        messages: list[dict[str, Any]] = request.param("messages", [])
+        said = next((m.get("content") or "" for m in reversed(messages) if m.get("role") == "user"), heard)
+        reply = next((text for key, text in self.args.replies.items() if key in said), self.args.reply).replace("{text}", said)
+        await asyncio.sleep(self.args.first_delay_ms / 1000)
+        words = re.findall(r"\S+\s*|\s+", reply)
+        limit = request.param("max_tokens", len(words))
+        for word in words[:limit]:
+            await asyncio.sleep(self.args.delay_ms / 1000)
+            yield text_chunk(word)
+        usage = {"prompt_tokens": len(said.split()), "completion_tokens": min(limit, len(words))}
+        yield end_chunk(finish_reason="length" if limit < len(words) else "stop", usage=usage)
+
+
+class ToneTts(Stage):
+    """Speaks each clause as a sine whose length follows the clause's, gapless in phase over the whole request."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        hz: float = 440.0  # of voice "tone"; voice "tone-523" is 523 Hz
+        ms_per_char: int = 40
+        chunk_ms: int = 40
+        pace: float = 0.0  # seconds that a second of sound takes; 0 = at once
+        first_delay_ms: int = 0
+
+    takes = {"text"}
+    gives = {"audio": "audio"}
+    tasks = ("speak",)
+    max_requests = 16
+    rate_hz = 24_000
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        hz = self._hz(request.param("voice", "tone"))
+        state = {"at": 0, "chars": 0}
+        text = ""
+        await asyncio.sleep(self.args.first_delay_ms / 1000)
+        async for chunk in chunks:
+            text += chunk.text
+            while (cut := re.search(r"[.!?,;:]\s", text)) is not None:
+                clause, text = text[: cut.end()], text[cut.end() :]
+                async for sound in self._speak(clause, hz, state):
+                    yield sound
+        async for sound in self._speak(text, hz, state):
+            yield sound
+
+    async def _speak(self, clause: str, hz: float, state: dict[str, int]) -> AsyncIterator[Chunk]:
+        start, state["chars"] = state["chars"], state["chars"] + len(clause)
+        if not any(c.isalnum() for c in clause):
+            return
+        total = self.rate_hz * self.args.ms_per_char * len(clause.strip()) // 1000
+        step = self.rate_hz * self.args.chunk_ms // 1000
+        for first in range(0, total, step):
+            n = min(step, total - first)
+            phase = 2 * np.pi * hz * np.arange(state["at"], state["at"] + n) / self.rate_hz
+            state["at"] += n
+            meta: dict[str, Any] = {"text": clause, "text_start": start, "text_end": state["chars"]} if first == 0 else {}
+            await asyncio.sleep(self.args.pace * n / self.rate_hz)
+            yield audio_chunk((0.3 * np.sin(phase)).astype(np.float32), self.rate_hz, **meta)
+
+    def _hz(self, voice: str) -> float:
+        if voice in ("", "tone", "alloy", "ash", "marin"):
+            return float(self.args.hz)
+        if re.fullmatch(r"tone-\d+", voice):
+            return float(voice.removeprefix("tone-"))
+        raise UnknownVoice(f'voice: got "{voice}", expected "tone" or "tone-<hertz>"', param="voice")
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": "tone", "voices": ["tone"], "default_voice": "tone", "sample_rate_hz": self.rate_hz}
+
+
+class Ramp(Stage):
+    """An audio stream whose every sample says its own index: `params["samples"]` of them, in chunks of `chunk`."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        chunk: int = 480
+        samples: int = 24_000
+
+    gives = {"audio": "audio"}
+    tasks = ("audio",)
+
+    def process(self, request: Request, chunks: Iterator[Chunk]) -> Iterator[Chunk]:  # type: ignore[override]
+        total = request.param("samples", self.args.samples)
+        for start in range(0, total, self.args.chunk):
+            yield audio_chunk(np.arange(start, min(total, start + self.args.chunk), dtype=np.float32), 24_000)
+
+
+class Slow(Stage):
+    """Passes text on, after a while. As `respond` it can be an entry."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        chunk_ms: int = 50  # per chunk
+        load_s: float = 0.0
+        repeat: int = 1  # how often each chunk is passed on
+
+    takes = {"text"}
+    gives = {"text": "text"}
+    tasks = ("respond",)
+    max_requests = 4
+
+    def load(self) -> None:
+        time.sleep(self.args.load_s)
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            for _ in range(self.args.repeat if chunk.text else 0):
+                await asyncio.sleep(self.args.chunk_ms / 1000)
+                yield text_chunk(chunk.text)
+
+
+class Crash(Stage):
+    """Passes text on until it meets the word for how to fail: "raise" raises, "die" kills the process; or fails in `load`."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        in_load: bool = False
+        in_load_once: str = ""  # fail while this file does not exist, and make it
+
+    takes = {"text"}
+    gives = {"text": "text"}
+    tasks = ("respond",)
+
+    def load(self) -> None:
+        if self.args.in_load:
+            raise RuntimeError("this stage was told to fail in load")
+        if self.args.in_load_once and not os.path.exists(self.args.in_load_once):
+            open(self.args.in_load_once, "w").close()
+            raise RuntimeError("this stage was told to fail in its first load")
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            if "raise" in chunk.text:
+                raise RuntimeError("this stage was told to raise")
+            if "die" in chunk.text:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if chunk.text:
+                yield text_chunk(chunk.text)
+
+
+class Hang(Stage):
+    """Blocks its event loop for `seconds` when it reads "hang": what a badly written stage does."""
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        seconds: float = 3600.0
+
+    takes = {"text"}
+    gives = {"text": "text"}
+    tasks = ("respond",)
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            if "hang" in chunk.text:
+                time.sleep(self.args.seconds)  # noqa: ASYNC251 - blocking is what this stage is for
+            if chunk.text:
+                yield text_chunk(chunk.text)

@@ -1,0 +1,5 @@
+"""`python -m streamrt`."""
+
+from streamrt.cli import main
+
+main()

@@ -1,0 +1,286 @@
+"""What every process of a run begins with: `python -m streamrt.process stage llm --replica 0 --run DIR`.
+
+Joins the run, builds its part (an actor around a stage, or a client around a gateway), says when it is ready, and leaves when
+it is told to, when a signal says so or when the orchestrator is gone. The orchestrator alone starts these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from streamrt import registry, weights
+from streamrt.actor import Actor
+from streamrt.client import Client
+from streamrt.config import PipelineConfig
+from streamrt.errors import StreamrtError
+from streamrt.log import configure, get_logger
+from streamrt.member import Member
+from streamrt.metrics import Metrics
+from streamrt.rundir import RunDir
+from streamrt.stage import Context, Stage
+from streamrt.trace import Tracer
+from transport.connector import Connector
+from transport.lanes import LaneServer
+from transport.messages import ToReplica
+from transport.schemes import make_connector
+
+log = get_logger("streamrt.process")
+
+LOST_S = 1.5  # how long a process may take to leave once its orchestrator is gone
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m streamrt.process")
+    parser.add_argument("kind", choices=("stage", "gateway"))
+    parser.add_argument("name")
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--run", type=Path, required=True)
+    args = parser.parse_args()
+    _die_with_parent(signal.SIGKILL if args.kind == "stage" else signal.SIGTERM)
+    name = f"{args.name}#{args.replica}"
+    configure(name, os.environ.get("STREAMRT_LOG", "INFO"))
+    _name_process(name)
+    body = _stage if args.kind == "stage" else _gateway
+    sys.exit(uvloop.run(body(RunDir.at(args.run), args.name, args.replica)))
+
+
+async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
+    """A stage process from start to end; the exit status."""
+    async with _Life(run, f"{stage_name}#{replica}") as life:
+        # 1. Join, and be reachable.
+        member = life.member
+        welcome = await member.join("stage")
+        config = member.pipeline
+        deploy = config.deployed(stage_name)
+        lane = await LaneServer.bind(f"ipc://{run.socket(f'work-{member.name}')}", ToReplica, life.on_work)
+        life.push(lane.close)
+        connectors: dict[str, Connector] = {}
+        endpoints: dict[str, str] = {}
+        for scheme in {config.deployed(stage.name).connector for stage in config.stages}:
+            connector = make_connector(scheme, member.identity, run.path, deploy.connector_options(), token=run.facts.token if run.facts else "")
+            endpoints[scheme] = await connector.open(life.on_chunk, life.on_peer_lost, life.on_cancel_in_lane)
+            connectors[scheme] = connector
+            life.push(connector.close)
+        # 2. Load, beside the loop. What goes wrong is told to the orchestrator, which tells the user.
+        compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        life.push(_shut(compute))
+        loop = asyncio.get_running_loop()
+
+        def progress(text: str) -> None:
+            loop.call_soon_threadsafe(member.progress, text)
+
+        try:
+            stage = await loop.run_in_executor(compute, _load, config, stage_name, replica, compute, progress)
+        except StreamrtError as error:
+            member.load_failed(error.message, error.hint)
+            return 3
+        except Exception as error:  # the stage's own code may raise anything in `load`; the user is to see what
+            log.exception("stage.load_failed", stage=stage_name)
+            member.load_failed(f"stage {stage_name}: {type(error).__name__}: {error}")
+            return 3
+        # 3. Serve.
+        metrics = Metrics()
+        trace = os.environ.get("STREAMRT_TRACE")
+        tracer = Tracer(Path(trace) if trace else None, member.name)
+        max_requests = deploy.max_requests or stage.max_requests
+        actor = Actor(stage, name=stage_name, replica=member.name, incarnation=member.incarnation, max_requests=max_requests,
+                      connectors=connectors, compute=compute, metrics=metrics, tracer=tracer)  # fmt: skip
+        actor.serve(lane)
+        life.attach(actor)
+        life.push(_in_executor(compute, stage.close))
+        life.push(actor.close)
+        member.start_heartbeats(actor.state, lambda lag_s: _snapshot(actor, connectors, metrics, lag_s))
+        member.ready(work_endpoint=lane.endpoint, connectors=endpoints, max_requests=max_requests, describe=stage.describe())
+        log.info("stage.ready", stage=stage_name, run=welcome.run_id)
+        await life.until_stopped(actor.drain)
+    return 0
+
+
+async def _gateway(run: RunDir, name: str, replica: int) -> int:
+    """A gateway process from start to end; the exit status."""
+    async with _Life(run, f"{name}#{replica}") as life:
+        client = await Client.connect(run, kind="gateway", name=f"{name}#{replica}", member=life.member)
+        life.push(client.close)
+        serve = getattr(importlib.import_module("gateway"), "serve")
+        stop = asyncio.Event()
+
+        def ready(address: str) -> None:
+            life.member.start_heartbeats(client.state, client.snapshot)
+            life.member.ready(address=address)
+
+        async def drain(within_s: float) -> None:
+            stop.set()
+            await asyncio.wait([serving], timeout=within_s)
+
+        serving = asyncio.create_task(serve(client, replica, ready, stop), name="gateway")
+        life.stop_when_done(serving)
+        await life.until_stopped(drain)
+        stop.set()
+        try:
+            async with asyncio.timeout(LOST_S if life.is_lost else 5.0):
+                await serving
+        except TimeoutError:
+            log.warning("gateway.slow_stop")
+        except StreamrtError as error:
+            life.member.load_failed(error.message, error.hint)
+            return 3
+    return 0
+
+
+class _Life:
+    """The frame of a process: signals, membership, and what is closed at the end, last opened first."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self.member = Member(run, name)
+        self.is_lost = False
+        self._actor: Actor | None = None
+        self._closing: list[Callable[[], Awaitable[Any]]] = []
+        self._stopped = asyncio.Event()
+        self._drain_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> _Life:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopped.set)
+        self.member.on_drain = lambda within_s: None if self._drain_s.done() else self._drain_s.set_result(within_s)
+        self.member.on_stop = self._stopped.set
+        self.member.on_lost = self._lost
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        while self._closing:
+            await self._closing.pop()()
+        await self.member.close()
+
+    def push(self, close: Callable[[], Awaitable[Any]]) -> None:
+        """Run `close` at the end, before what was pushed earlier."""
+        self._closing.append(close)
+
+    def attach(self, actor: Actor) -> None:
+        """Work and chunks go to `actor` from now on."""
+        self._actor = actor
+        self.member.on_table = lambda table: actor.on_clients(frozenset(table.clients))
+
+    def stop_when_done(self, task: asyncio.Task[Any]) -> None:
+        task.add_done_callback(lambda _: self._stopped.set())
+
+    async def until_stopped(self, drain: Callable[[float], Awaitable[None]]) -> None:
+        """Until we are to go; a drain that is asked for first is carried out and answered."""
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait([stopped, self._drain_s], return_when=asyncio.FIRST_COMPLETED)
+            if self._drain_s.done() and not stopped.done():
+                await drain(self._drain_s.result())
+                self.member.drained()
+                await stopped
+        finally:
+            stopped.cancel()
+
+    # Nothing may come before there is an actor: peers learn of us only from the table, which lists us when we are ready.
+    def on_work(self, peer: str, message: Any) -> None:
+        if self._actor is not None:
+            self._actor.on_work_message(peer, message)
+
+    def on_chunk(self, lease: Any) -> None:
+        if self._actor is None:
+            lease.release()
+        else:
+            self._actor.on_chunk(lease)
+
+    def on_peer_lost(self, peer: str) -> None:
+        if self._actor is not None:
+            self._actor.on_peer_lost(peer)
+
+    def on_cancel_in_lane(self, request_id: str, epoch: int) -> None:
+        if self._actor is not None:
+            self._actor.on_cancel_in_lane(request_id, epoch)
+
+    def _lost(self) -> None:
+        if not self._stopped.is_set():
+            log.error("orchestrator.lost")
+            self.is_lost = True
+            self._stopped.set()
+            # Whatever hangs on the way out must not keep an orphan alive.
+            asyncio.get_running_loop().call_later(LOST_S, os._exit, 4)
+
+
+def _load(config: PipelineConfig, name: str, replica: int, compute: ThreadPoolExecutor, progress: Callable[[str], None]) -> Stage:
+    """The stage, made and loaded. On the compute thread."""
+    deploy, spec = config.deployed(name), config.stage_named(name)
+    kind = registry.load_class(spec.use, config.folder)
+    context = Context(
+        stage=name,
+        replica=replica,
+        threads=deploy.threads,
+        device=deploy.device,
+        resolve=lambda source: weights.resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}"),
+        progress=progress,
+        compute=compute,
+    )
+    stage = kind(registry.parse_args(kind, spec, config.file), context)
+    stage.load()
+    return stage
+
+
+def _snapshot(actor: Actor, connectors: dict[str, Connector], metrics: Metrics, lag_s: float) -> list[Any]:
+    """This replica's series, with the gauges as they are now."""
+    labels = (actor.name, actor.replica.rpartition("#")[2])
+    metrics.set("streamrt_running_requests", *labels, value=actor.admission.running)
+    metrics.set("streamrt_queued_requests", *labels, value=actor.admission.queued)
+    metrics.set("streamrt_loop_lag_seconds", *labels, value=lag_s)
+    stats = [connector.stats() for connector in connectors.values()]
+    metrics.set("streamrt_ring_bytes_in_use", *labels, value=sum(s.bytes_in_use for s in stats))
+    metrics.set("streamrt_ring_bytes_total", *labels, value=sum(s.bytes_total for s in stats))
+    metrics.set("streamrt_credit_waits_total", *labels, value=sum(s.credit_waits for s in stats))
+    metrics.set("streamrt_credit_wait_seconds_total", *labels, value=sum(s.credit_wait_ns for s in stats) / 1e9)
+    metrics.set("streamrt_stale_chunks_total", *labels, value=sum(s.dropped_stale for s in stats))
+    return metrics.snapshot()
+
+
+def _shut(pool: ThreadPoolExecutor) -> Callable[[], Awaitable[None]]:
+    async def shut() -> None:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    return shut
+
+
+def _in_executor(pool: ThreadPoolExecutor, fn: Callable[[], Any]) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        await asyncio.get_running_loop().run_in_executor(pool, fn)
+
+    return run
+
+
+def _die_with_parent(number: int) -> None:
+    """Have the kernel end us when the orchestrator dies, even if our own loop hangs. A gateway gets a signal it can handle,
+    to close its connections; a stage, which runs others' code, gets one that nobody can ignore."""
+    parent = int(os.environ.get("STREAMRT_PARENT", "0"))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent and os.getppid() != parent:  # it died before we asked
+        sys.exit(4)
+
+
+def _name_process(name: str) -> None:
+    """So that `ps` and `top` tell the processes apart."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"streamrt {name}"[:15])
+
+
+if __name__ == "__main__":
+    main()

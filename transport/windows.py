@@ -1,0 +1,168 @@
+"""The credit of all requests on one channel, for connectors whose chunks lie in private memory (in-process, TCP).
+
+`Windows` keeps one `credit.Window` per request while it is in use, knows which requests are over, and lends room for one chunk at a time.
+Knows counts and requests. Knows nothing of sockets or memory.
+
+Rules
+- A later epoch of a request ends its earlier ones; so does a cancel.
+- A loan comes back exactly once, however often and in whatever order its ends are reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+from transport.chunk import ChunkHeader
+from transport.connector import ConnectorOptions, ConnectorStats
+from transport.credit import Window
+from transport.errors import Closed, TooLarge, TransportError
+
+
+class Windows:
+    """What one outlet may have on its way: a window per request."""
+
+    def __init__(self, options: ConnectorOptions, stats: ConnectorStats) -> None:
+        self._options = options
+        self._stats = stats
+        self._windows: dict[str, Window] = {}
+        self._over = Tombstones()
+        self._error: TransportError | None = None
+        self._loans: set[Loan] = set()
+
+    async def take(self, header: ChunkHeader, nbytes: int) -> Loan:
+        """Room for one chunk and the turn to send it, until `loan.sent()` or `loan.give_back()`.
+
+        Waits: for this request's credit and the sends before it.
+        Cancelled: nothing is taken.
+        Raises: TooLarge, Closed (the request is over), or what `end` was given.
+        """
+        if nbytes > self._options.max_chunk_bytes:
+            raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._options.max_chunk_bytes}")
+        window = self._window(header)
+        if not window.try_enter(nbytes):
+            start_ns = time.monotonic_ns()
+            self._stats.credit_waits += 1
+            try:
+                await window.enter(nbytes)
+            finally:
+                self._stats.credit_wait_ns += time.monotonic_ns() - start_ns
+                self._retire(header.request_id, window)
+        loan = Loan(self, header.request_id, window, nbytes)
+        self._loans.add(loan)
+        self._stats.slots_in_use += 1
+        self._stats.bytes_in_use += nbytes
+        return loan
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        """The request is over up to `epoch`: sends that wait, and later ones, get Closed. False when it was over already."""
+        if not self._over.add(request_id, epoch):
+            return False
+        window = self._windows.get(request_id)
+        if window is not None and window.epoch <= epoch:
+            self._end_window(request_id, window, Closed(f"request {request_id} was cancelled"))
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended: nobody will send for it any more."""
+        self._over.discard(request_id)
+
+    def end(self, error: TransportError) -> None:
+        """The channel is gone: sends that wait, and later ones, get `error`; what is on its way is given back. Idempotent."""
+        if self._error is None:
+            self._error = error
+            for request_id, window in list(self._windows.items()):
+                self._end_window(request_id, window, error)
+            for loan in list(self._loans):
+                loan.give_back()
+
+    def returned(self, loan: Loan, request_id: str, window: Window) -> None:
+        self._loans.discard(loan)
+        self._stats.slots_in_use -= 1
+        self._stats.bytes_in_use -= loan.nbytes
+        self._retire(request_id, window)
+
+    def _window(self, header: ChunkHeader) -> Window:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+        request_id, epoch = header.request_id, header.epoch
+        if self._over.covers(request_id, epoch):
+            raise Closed(f"request {request_id} was cancelled")
+        window = self._windows.get(request_id)
+        if window is not None and window.epoch > epoch:
+            raise Closed(f"request {request_id} is in epoch {window.epoch}, this chunk is of {epoch}")
+        if window is None or window.epoch < epoch:
+            if window is not None:
+                self._end_window(request_id, window, Closed(f"request {request_id} is in epoch {epoch} now"))
+            window = self._windows[request_id] = Window(epoch, self._options.window_chunks, self._options.window_bytes)
+        return window
+
+    def _end_window(self, request_id: str, window: Window, error: TransportError) -> None:
+        window.fail(error)
+        if self._windows.get(request_id) is window:
+            del self._windows[request_id]
+
+    def _retire(self, request_id: str, window: Window) -> None:
+        if window.idle and self._windows.get(request_id) is window:
+            del self._windows[request_id]
+
+
+class Loan:
+    """The room of one chunk, and at first the turn of its request."""
+
+    __slots__ = ("_has_turn", "_is_out", "_request_id", "_window", "_windows", "nbytes")
+
+    def __init__(self, windows: Windows, request_id: str, window: Window, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._windows = windows
+        self._request_id = request_id
+        self._window = window
+        self._has_turn = True
+        self._is_out = True
+
+    def check(self) -> None:
+        """Raises why the request has ended since we took this; to be asked after an await and before the send."""
+        if self._window.error is not None:
+            raise type(self._window.error)(*self._window.error.args)
+
+    def sent(self) -> None:
+        """The chunk is on its way: the next send's turn."""
+        if self._has_turn:
+            self._has_turn = False
+            self._window.leave()
+
+    def give_back(self) -> None:
+        """The chunk was released, or never sent. Idempotent."""
+        if self._is_out:
+            self._is_out = False
+            self._window.give_back(self.nbytes)
+            self.sent()
+            self._windows.returned(self, self._request_id, self._window)
+
+
+class Tombstones:
+    """Requests that are over, each up to an epoch; the `limit` most recent ones are remembered."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._limit = limit
+        self._epochs: OrderedDict[str, int] = OrderedDict()  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._epochs)
+
+    def add(self, request_id: str, epoch: int) -> bool:
+        """False when it is known already."""
+        if self.covers(request_id, epoch):
+            return False
+        self._epochs[request_id] = epoch
+        self._epochs.move_to_end(request_id)
+        if len(self._epochs) > self._limit:
+            self._epochs.popitem(last=False)
+        return True
+
+    def covers(self, request_id: str, epoch: int) -> bool:
+        """Whether a chunk of this request and epoch comes too late."""
+        return epoch <= self._epochs.get(request_id, -1)
+
+    def discard(self, request_id: str) -> None:
+        self._epochs.pop(request_id, None)
