@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from gateway import chat, health, limits, speech, transcriptions
+from gateway.gate import Gate
 from gateway.media import MediaPool
 from gateway.openapi import Route
+from gateway.realtime import realtime
 from gateway.schema import ChatBody, SpeechBody, TranscriptionForm
 from gateway.state import CLIENT, CONFIG, GATE, MEDIA, ROUTES
 from streamrt.errors import ConfigError
@@ -48,20 +50,24 @@ TABLE = (
     Route("GET", "/v1/audio/voices", speech.list_voices, "The voices that speak"),
     Route("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, "Speech to text", body=TranscriptionForm, form=True,
           answers=("application/json", "text/plain", "text/vtt", SSE)),
+    Route("GET", "/v1/realtime", realtime, "A voice session (WebSocket)", answers=("websocket",)),
     Route("GET", "/api/pipeline", health.pipeline, "Stages, edges and replicas now"),
     Route("GET", "/api/pipeline/events", health.pipeline_events, "The same on each change", answers=(SSE,)),
 )  # fmt: skip
 
 
-def build_app(client: Client) -> web.Application:
-    """The application over `client`, without sockets. Raises ConfigError when the API key is asked for and not in the environment."""
-    config = client.pipeline.gateway
+def build_app(client: Client, config: GatewayConfig | None = None) -> web.Application:
+    """The application over `client`, without sockets. `config` stands in for the pipeline's own.
+
+    Raises ConfigError when an API key is asked for and not in the environment.
+    """
+    config = config or client.pipeline.gateway
     app = web.Application(
         middlewares=[limits.envelope, limits.admission(config, limits.api_key(config))],
         client_max_size=config.max_body_bytes,
     )
     app[CLIENT], app[CONFIG], app[ROUTES] = client, config, TABLE
-    app[GATE], app[MEDIA] = limits.Gate(config.max_requests), MediaPool()
+    app[GATE], app[MEDIA] = Gate(config.max_requests), MediaPool()
     for route in TABLE:
         app.router.add_route(route.method, route.path, route.handler)
     if health.WEB.is_dir():
@@ -75,16 +81,18 @@ async def _close_media(app: web.Application) -> None:
     app[MEDIA].close()
 
 
-async def serve(client: Client, replica: int, ready: Callable[[str], None], stop: asyncio.Event) -> None:
+async def serve(
+    client: Client, replica: int, ready: Callable[[str], None], stop: asyncio.Event, config: GatewayConfig | None = None
+) -> None:
     """Serve until `stop`, then drain within `[run] drain_s`.
 
     Calls `ready` with the address once it listens. Raises ConfigError for a host, port, key or certificate that can not be used.
     """
-    config = client.pipeline.gateway
+    config = config or client.pipeline.gateway
     limits.check_bind(config, limits.api_key(config))
     tls = tls_context(config)
     runner = web.AppRunner(
-        build_app(client), handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, access_log=None, shutdown_timeout=1.0
+        build_app(client, config), handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
     try:

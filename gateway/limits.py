@@ -18,19 +18,18 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from aiohttp import WSCloseCode, web
+from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway import errors
 from gateway.errors import BodyTimeout, BodyTooLarge, Forbidden, Refused, Unauthorized
 from gateway.openapi import Handler
 from gateway.state import CLIENT, CONFIG, GATE, ROUTES
-from streamrt.errors import ConfigError, Overloaded, StreamrtError, Unavailable
+from streamrt.errors import ConfigError, StreamrtError
 from streamrt.log import get_logger
 
 if TYPE_CHECKING:
@@ -42,47 +41,6 @@ REQUEST_ID = web.RequestKey("request_id", str)
 WS_KEY_PREFIX = "openai-insecure-api-key."  # browsers can not set headers on a WebSocket; they offer the key as a subprotocol
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 CORS_MAX_AGE_S = 600
-
-
-class Gate:
-    """What is open now. Made by the application; `close` on shutdown, after which nothing is admitted."""
-
-    def __init__(self, max_requests: int) -> None:
-        self.closed = asyncio.Event()  # streams without an end wait for it too
-        self.sockets: set[web.WebSocketResponse] = set()
-        self._max_requests = max_requests
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """One request, from here to the end of the block. Raises Overloaded, Unavailable."""
-        self.check_open()
-        if self._running >= self._max_requests:
-            raise Overloaded(f"{self._running} requests are in work, the most that this server takes", retry_after_s=1.0)
-        self._running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
-
-    def check_open(self) -> None:
-        if self.closed.is_set():
-            raise Unavailable("this server is shutting down")
-
-    async def close(self, within_s: float) -> None:
-        """Admit nothing more, tell the WebSockets to go, and wait for the requests in work, at most `within_s`."""
-        self.closed.set()
-        try:
-            async with asyncio.timeout(within_s):
-                await asyncio.gather(*(ws.close(code=WSCloseCode.GOING_AWAY, message=b"shutting down") for ws in list(self.sockets)))
-                await self._idle.wait()
-        except TimeoutError:
-            log.warning("gateway.drain_expired", requests=self._running, sockets=len(self.sockets))
 
 
 # ---- middlewares, outermost first ------------------------------------------------------------------------------------------
@@ -108,8 +66,10 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
         response = errors.response(_from_http(error, request))
         status = response.status
         return response
-    except ConnectionError:
-        raise  # the client went away while we wrote
+    except ConnectionError:  # the client went away while we wrote, or the answer broke off: nothing more may follow
+        if isinstance(request.transport, asyncio.WriteTransport):
+            request.transport.abort()
+        return web.Response(status=status)
     except Exception:  # the server must outlive a fault in one handler; the client sees a 500 with the id to ask us about
         log.exception("request.fault", id=request[REQUEST_ID], path=request.path)
         response = errors.response(StreamrtError(f"internal error; the log knows more under {request[REQUEST_ID]}"))

@@ -243,7 +243,7 @@ class Decoder:
             if not 4_000 <= source_hz <= 384_000:
                 raise BadRequest(f"{param}: got a sample rate of {source_hz} Hz, expected 4000 to 384000", param=param)
             self.rate_hz = min(source_hz, 48_000)  # of what `read` gives
-            self._resampler = av.AudioResampler(format="flt", layout="mono", rate=self.rate_hz)
+            self._resampler = av.AudioResampler(format="fltp", rate=self.rate_hz)
             self._frames = self._container.decode(stream)
         except self._errors as error:
             raise self._unreadable(error) from None
@@ -260,7 +260,8 @@ class Decoder:
             try:
                 frame = next(self._frames, None)
                 self._ended = frame is None
-                blocks.append(_joined(self._resampler.resample(frame)))
+                # Mean of the channels: ffmpeg's own way to mono makes two equal channels louder than one.
+                blocks += [piece.to_ndarray().mean(axis=0) for piece in self._resampler.resample(frame)]
             except self._errors as error:
                 raise self._unreadable(error) from None
         block = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
@@ -275,10 +276,6 @@ class Decoder:
             hint="send wav, mp3, flac, ogg, opus, m4a or webm",
             param=self._param,
         )
-
-
-def _joined(frames: list[Any]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.float32), *(frame.to_ndarray().reshape(-1) for frame in frames)])
 
 
 def _next_above(rate_hz: int, rates_hz: tuple[int, ...]) -> int:

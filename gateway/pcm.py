@@ -57,7 +57,7 @@ class WireEncoder:
 
     def _bytes(self, samples: np.ndarray) -> bytes:
         pcm = np.clip(np.rint(samples * 32768), -32768, 32767).astype("<i2")
-        return pcm.tobytes() if self._name == "audio/pcm" else _compress_table(self._name)[pcm.view(np.uint16)].tobytes()
+        return bytes(pcm if self._name == "audio/pcm" else _compress_table(self._name)[pcm.view(np.uint16)])
 
 
 class Resampler:
@@ -93,12 +93,12 @@ class Resampler:
             return np.zeros(0, np.float32)
         base, phase = index // self._up, index % self._up
         windows = np.lib.stride_tricks.sliding_window_view(self._held, self._filters.shape[1])
-        made = np.einsum("nt,nt->n", windows[base - self._reach + 1 - self._start], self._filters[phase])
+        made: np.ndarray = np.einsum("nt,nt->n", windows[base - self._reach + 1 - self._start], self._filters[phase])
         # What no later output sample looks at is forgotten.
         first = self._made * self._down // self._up - self._reach + 1
         self._held = self._held[first - self._start :]
         self._start = first
-        return made.astype(np.float32)
+        return made.astype(np.float32, copy=False)
 
 
 @functools.lru_cache(maxsize=16)
@@ -109,7 +109,7 @@ def _filters(up: int, down: int, half: int) -> np.ndarray:
     at = np.arange(1 - reach, reach + 1)[None, :] - (np.arange(up) / up)[:, None]
     window = np.where(np.abs(at) < reach, np.cos(np.pi * at / (2 * reach)) ** 2, 0.0)
     taps = cutoff * np.sinc(cutoff * at) * window
-    return (taps / taps.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.asarray(taps / taps.sum(axis=1, keepdims=True), np.float32)
 
 
 # ---- G.711 -----------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _expand_table(name: str) -> np.ndarray:
         step = ((code & 0x0F) << 4) + 8
         size = np.where(exponent == 0, step, (step + 0x100) << np.maximum(exponent - 1, 0))
         value = np.where(code & 0x80, size, -size)
-    return (value / 32768).astype(np.float32)
+    return np.asarray(value / 32768, np.float32)
 
 
 @functools.lru_cache(maxsize=2)
@@ -146,4 +146,4 @@ def _compress_table(name: str) -> np.ndarray:
         exponent = np.maximum(np.floor(np.log2(np.maximum(size, 1))).astype(np.int64) - 7, 0)
         mantissa = (size >> np.where(exponent == 0, 4, exponent + 3)) & 0x0F
         code = (np.where(value < 0, 0, 0x80) | (exponent << 4) | mantissa) ^ 0x55
-    return (code & 0xFF).astype(np.uint8)
+    return np.asarray(code & 0xFF, np.uint8)

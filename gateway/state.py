@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from gateway.limits import Gate
+    from gateway.gate import Gate
     from gateway.media import MediaPool
     from gateway.openapi import Route
     from streamrt import Client

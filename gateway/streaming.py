@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class SlowClient(ConnectionError):
-    """The client did not read what we wrote, and its connection was closed."""
+    """The client did not read what we wrote; `envelope` cuts the connection."""
 
 
 async def chunks_of(call: Call) -> AsyncGenerator[Chunk, None]:
@@ -79,8 +79,7 @@ async def byte_response(request: web.Request, pieces: AsyncGenerator[bytes, None
                 await write(request, response, piece)
         except StreamrtError as error:
             log.warning("stream.failed", id=request[REQUEST_ID], code=error.code, error=error.message)
-            _abort(request)
-            raise ConnectionAbortedError("the answer broke off") from error
+            raise ConnectionAbortedError("the answer broke off") from error  # `envelope` cuts the connection
         await response.write_eof()
     return response
 
@@ -94,7 +93,6 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
             await response.write(data)
     except TimeoutError:
         log.warning("client.slow", id=request[REQUEST_ID])
-        _abort(request)
         raise SlowClient("the client does not read") from None
 
 
@@ -119,8 +117,3 @@ async def paced(items: AsyncGenerator[T, None], every_s: float) -> AsyncGenerato
 
 async def _next(items: AsyncIterator[T]) -> T:
     return await anext(items)
-
-
-def _abort(request: web.Request) -> None:
-    if isinstance(request.transport, asyncio.WriteTransport):
-        request.transport.abort()

@@ -56,8 +56,7 @@ async def transcriptions(request: web.Request) -> web.StreamResponse:
         "language": form.language,
         "prompt": form.prompt,
         "temperature": form.temperature,
-        "timestamps": form.response_format in ("verbose_json", "srt", "vtt"),
-        "words": "word" in form.timestamp_granularities,
+        "timestamps": "word" in form.timestamp_granularities,  # segments have times anyway
     }
     decoder, first = await open_audio(data, pool, max_s=config.max_audio_s, param="file")
     heard = transcribe(client, params, decoder, first, pool, timeout_s=config.request_timeout_s)
@@ -185,7 +184,7 @@ def whole(form: TranscriptionForm, segments: list[Segment], duration_s: float, l
         answer |= {"task": "transcribe", "language": language or "", "duration": round(duration_s, 3)}
         answer["segments"] = [verbose(index, segment) for index, segment in enumerate(segments)]
         if "word" in form.timestamp_granularities:
-            answer["words"] = [word for segment in segments for word in map(verbose_word, segment.meta.get("words", ()))]
+            answer["words"] = [word for segment in segments for word in segment.meta.get("words", ())]
     return web.json_response(answer)
 
 
@@ -204,10 +203,6 @@ def verbose(index: int, segment: Segment) -> dict[str, Any]:
         "compression_ratio": meta.get("compression_ratio", 0.0),
         "no_speech_prob": meta.get("no_speech_prob", 0.0),
     }
-
-
-def verbose_word(word: dict[str, Any]) -> dict[str, Any]:
-    return {"word": word.get("word", ""), "start": word.get("start_s", 0.0), "end": word.get("end_s", 0.0)}
 
 
 def srt(segments: list[Segment]) -> str:

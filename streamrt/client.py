@@ -43,7 +43,7 @@ log = get_logger("streamrt.client")
 
 MAX_COPIED = 256  # chunks of one request that are held here before its credit is withheld
 MAX_RETRIES = 1  # of a request that nothing had come of yet when its replica died
-TABLE_S = 5.0
+TABLE_S = 20.0
 
 
 class Call:
@@ -209,7 +209,6 @@ class Client:
 
     async def _open(self, run: RunDir, kind: str) -> None:
         member = self.member
-        member.on_table = self._on_table
         welcome = await member.join(kind)
         config = member.pipeline
         self._graph = Graph(msgspec.json.decode(welcome.graph, type=tuple[Node, ...]), config.file)
@@ -222,6 +221,7 @@ class Client:
             self._endpoints[scheme] = await connector.open(self._on_chunk, self._on_peer_lost, self._on_cancel_in_lane)
         async with asyncio.timeout(TABLE_S):
             self._on_table(await member.has_table())
+        member.on_table = self._on_table
 
     @property
     def pipeline(self) -> PipelineConfig:
@@ -512,7 +512,8 @@ class Client:
     def _on_table(self, table: Table) -> None:
         if self._next_table is not None and not self._next_table.done():
             self._next_table.set_result(table)
-        change = self._router.on_table(table)
+        stages = tuple(row for row in table.replicas if row.stage in self.graph.nodes)
+        change = self._router.on_table(msgspec.structs.replace(table, replicas=stages))
         for replica in change.gone:
             lane = self._lanes.pop(replica.name, None)
             if lane is not None:

@@ -45,7 +45,9 @@ Milliseconds = Annotated[int, Meta(ge=0)]
 Size = Annotated[str, Meta(pattern=f"^{_SIZE}$", description='a size such as "64MiB" or "2GiB"')]
 SizeOrEmpty = Annotated[str, Meta(pattern=f"^({_SIZE})?$", description='a size such as "64MiB" or "2GiB"')]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,39}$", description="a name of at most 40 letters, digits, - and _")]
-RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$", description="a name of at most 40 letters, digits, '.', - and _")]
+RunName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$", description="a name of at most 40 letters, digits, '.', - and _")
+]
 Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N"')]
 
 
@@ -65,15 +67,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: a free one
     replicas: CountOrZero = 1  # processes that share the port; 0: none, the Python API only
     api_key_env: str = ""  # name of the environment variable that holds the key; "" asks for none
+    insecure: bool = False  # allow a host beyond loopback without a key
     tls_cert: str = ""  # path of a PEM file
     tls_key: str = ""  # path of a PEM file
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call; () = same origin only
     max_body: Size = "25MiB"  # of one request's body
-    insecure: bool = False  # allow a host beyond loopback without a key
     max_input_chars: Count = 4096  # text of one speech request
     max_prompt_chars: Count = 200_000  # text of one conversation, all messages together
     max_audio_s: Seconds = 1800.0  # audio of one transcription
-    max_requests: Count = 128  # HTTP requests in work at a time; beyond: 503
+    max_requests: Count = 128  # HTTP requests in work at a time; beyond: 429
     max_connections: Count = 256  # open connections, all kinds
     max_sessions: Count = 32  # open realtime sessions
     request_timeout_s: Seconds = 120.0  # deadline of one HTTP request
@@ -162,7 +164,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[run]`: how the processes are watched, restarted and stopped."""
 
     drain_s: SecondsOrZero = 10.0  # from SIGTERM until what still runs is killed
-    heartbeat_s: Seconds = 1.0
+    heartbeat_s: Annotated[float, Meta(gt=0, le=5)] = 1.0
     max_restarts: CountOrZero = 5  # of one replica within `restart_window_s`; one more and it is given up
     restart_window_s: Seconds = 60.0
     restart_delay_s: SecondsOrZero = 0.2  # before the first restart; doubles with each that follows
@@ -264,9 +266,12 @@ def _check_names(config: PipelineConfig, where: Where) -> PipelineConfig:
     for name in names:
         if name in ("client", "gateway"):
             raise where.error(f"stage.{name}.name", quote(name), "another name: this one is taken by the runtime itself")
-    for name in config.deploy:
+    for name, deploy in config.deploy.items():
         if name not in names:
             raise where.error(f"deploy.{name}", f"[deploy.{name}]", f"the name of a stage: {any_of(names)}", hint=did_you_mean(name, names))
+        if deploy.hang_timeout_s < 2 * config.run.heartbeat_s:
+            expected = f"at least {2 * config.run.heartbeat_s:g}, twice run.heartbeat_s"
+            raise where.error(f"deploy.{name}.hang_timeout_s", f"{deploy.hang_timeout_s:g}", expected)
     for task, stage in config.tasks.items():
         if task not in TASKS:
             raise where.error(f"tasks.{task}", f"task {quote(task)}", any_of(TASKS), hint=did_you_mean(task, TASKS))
@@ -391,9 +396,9 @@ def _mend(value: Any, plain: Any) -> str:
 
 
 def _to_path(to: type, value: Any) -> Any:
-    if to is Path and isinstance(value, str):
-        return Path(value)
-    raise NotImplementedError(f"no way from {type(value).__name__} to {to}")
+    if to is Path:
+        return Path(value)  # a TypeError from here becomes a ValidationError
+    raise NotImplementedError(f"Args fields of type {to} can not be read from TOML")
 
 
 def _label(item: Any, index: int) -> str:

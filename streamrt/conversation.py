@@ -18,6 +18,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -219,7 +220,8 @@ class Conversation:
         self._running: dict[str, _Running] = {}
         self._listening: _Running | None = None
         self._group = asyncio.TaskGroup()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_due_s = math.inf
         self._speech_end_s: float | None = None  # of the turn that ends right now
         self._provisional_s: float | None = None
         self._timeline: _Timeline | None = None
@@ -236,7 +238,10 @@ class Conversation:
         for running in list(self._running.values()):
             self._cancel(running, "disconnected")
         self._outbox.end()
-        await self._group.__aexit__(kind, error, trace)
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            await self._group.__aexit__(kind, error, trace)  # from outside, or because a task of ours has failed
+        else:
+            await self._group.__aexit__(None, None, None)  # the holder's own error goes on as it is
 
     # -- for the one who holds the conversation
 
@@ -358,15 +363,14 @@ class Conversation:
     def _arm(self) -> None:
         """Have `tick` called when the session wants it. A timer that fires early arms itself again."""
         due_s = self.session.deadline_s
-        loop = asyncio.get_running_loop()
-        when = loop.time() + max(0.0, due_s - self._clock())
-        if self._timer is None or self._timer.when() > when:
+        if due_s < self._timer_due_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = loop.call_at(when, self._tick)
+            self._timer_due_s = due_s
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - self._clock()), self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer_due_s = math.inf
         self.do(self.session.tick(self._clock()))
 
     def _piece(self) -> int:

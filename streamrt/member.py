@@ -40,8 +40,8 @@ from transport.messages import (
 
 log = get_logger("streamrt.member")
 
-JOIN_S = 5.0
-QUERY_S = 2.0
+JOIN_S = 20.0
+QUERY_S = 5.0
 LAG_LOG_MS = 200.0
 
 

@@ -31,7 +31,7 @@ from streamrt.metrics import Sample
 from streamrt.pipeline import Graph
 from streamrt.plan import Plan, Process
 from streamrt.rundir import RunDir, RunFacts, new_token, process_started
-from streamrt.supervisor import Action, Drain, GiveUp, Kill, Start, Stop, Supervisor
+from streamrt.supervisor import Action, Drain, GiveUp, Kill, Start, Stop, Supervisor, Watched
 from transport import messages
 from transport.errors import TransportError
 from transport.lanes import LaneServer
@@ -79,7 +79,7 @@ class Orchestrator:
         self._on_ready = on_ready
         self._children = {process.name: _Child(process) for process in plan.processes}
         self._supervisor = Supervisor(
-            [process.watched() for process in plan.processes],
+            [Watched(p.name, p.level, p.load_timeout_s, p.hang_timeout_s) for p in plan.processes],
             config.run,
         )
         self._guests: dict[str, str] = {}  # identity -> kind, of registered gateways and clients

@@ -63,7 +63,7 @@ class Graph:
             if node.name in self.nodes:
                 raise self._where.error(f"stage.{node.name}.name", f"{quote(node.name)} twice", "a name of its own for each stage")
             self.nodes[node.name] = node
-        self.edges: tuple[Edge, ...] = tuple(self._edge(node, text) for node in self.nodes.values() for text in self._inputs(node))
+        self.edges: tuple[Edge, ...] = tuple(edge for node in self.nodes.values() for edge in self._edges(node))
         self.order: tuple[str, ...] = self._sorted()
 
     def inputs_of(self, name: str) -> tuple[Edge, ...]:
@@ -87,11 +87,14 @@ class Graph:
             depth[name] = 1 + max((depth[edge.source] for edge in self.inputs_of(name)), default=-1)
         return tuple(tuple(name for name in self.order if depth[name] == level) for level in range(max(depth.values(), default=-1) + 1))
 
-    def _inputs(self, node: Node) -> tuple[str, ...]:
-        for index, text in enumerate(node.inputs):
-            if text in node.inputs[:index]:
-                raise self._wrong(node, f"{quote(text)} twice", "each input once")
-        return node.inputs
+    def _edges(self, target: Node) -> list[Edge]:
+        edges: list[Edge] = []
+        for text in target.inputs:
+            edge = self._edge(target, text)
+            if edge in edges:
+                raise self._wrong(target, f"{quote(text)} twice", "each input once")
+            edges.append(edge)
+        return edges
 
     def _edge(self, target: Node, text: str) -> Edge:
         """The edge that one entry of `inputs` means."""
@@ -144,7 +147,7 @@ class Graph:
             if free is None:
                 ring = _ring(waiting)
                 raise self._wrong(
-                    self.nodes[ring[-1]],
+                    self.nodes[ring[0]],
                     f"a cycle: {' -> '.join([*ring, ring[0]])}",
                     "stages that flow one way",
                     hint=f"take one of these out of the inputs: {any_of(ring).removeprefix('one of ')}",
@@ -158,11 +161,12 @@ class Graph:
 
 
 def _ring(waiting: Mapping[str, set[str]]) -> list[str]:
-    """One cycle among stages that all wait for each other, in the direction of flow."""
+    """One cycle among stages that all wait for each other, in the direction of flow, from its first in the file on."""
     path = [next(iter(waiting))]
     while True:
         source = next(name for name in sorted(waiting[path[-1]]) if name in waiting)
         if source in path:
-            ring = path[path.index(source) :]
-            return ring[::-1]
+            ring = path[path.index(source) :][::-1]
+            first = next(ring.index(name) for name in waiting if name in ring)
+            return ring[first:] + ring[:first]
         path.append(source)

@@ -21,6 +21,7 @@ import msgspec
 
 from streamrt.config import DeployConfig, PipelineConfig, Where, any_of
 from streamrt.pipeline import Graph
+from streamrt.router import task_routes
 from streamrt.stage import Stage
 
 GATEWAY_LOAD_TIMEOUT_S = 30.0
@@ -122,9 +123,9 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
         machine: where it is to run.
 
     Raises:
-        ConfigError: a device, a core or the memory that the file asks for is not there.
+        ConfigError: a device, a core or the memory that the file asks for is not there; or a task has no one entry.
     """
-    schemes = ",".join(sorted({config.deployed(name).connector for name in graph.order}))
+    task_routes(graph, config.tasks, config.file)  # who could not route a request must not start
     processes: list[Process] = []
     levels = graph.levels()
     for level, names in enumerate(levels):
@@ -132,17 +133,17 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
             deploy = config.deployed(name)
             _check_placement(name, deploy, machine, Where(config.file))
             processes += [
-                _stage_process(name, replica, level, deploy, deploy.max_requests or classes[name].max_requests, schemes)
+                _stage_process(name, replica, level, deploy, deploy.max_requests or classes[name].max_requests)
                 for replica in range(deploy.replicas)
             ]
-    processes += [_gateway_process(replica, len(levels), schemes) for replica in range(config.gateway.replicas)]
+    processes += [_gateway_process(replica, len(levels)) for replica in range(config.gateway.replicas)]
     memory = _memory_by_device(processes)
     _check_memory(memory, processes, machine, Where(config.file))
     shm_bytes = sum(process.arena_bytes for process in processes if process.connector == "shm")
     return Plan(config.name, tuple(processes), memory, shm_bytes, machine, tuple(_warnings(processes, shm_bytes, machine)))
 
 
-def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, max_requests: int, schemes: str) -> Process:
+def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, max_requests: int) -> Process:
     return Process(
         name=f"{name}#{replica}",
         kind="stage",
@@ -150,7 +151,7 @@ def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, ma
         replica=replica,
         level=level,
         argv=(sys.executable, "-m", "streamrt.process", "stage", name, "--replica", str(replica)),
-        env={**_environment(deploy, schemes), **deploy.env},
+        env={**dict.fromkeys(THREAD_VARIABLES, str(deploy.threads)), **deploy.env},
         threads=deploy.threads,
         cores=deploy.cores,
         device=_device(deploy.device),
@@ -163,8 +164,7 @@ def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, ma
     )
 
 
-def _gateway_process(replica: int, level: int, schemes: str) -> Process:
-    deploy = DeployConfig()
+def _gateway_process(replica: int, level: int) -> Process:
     return Process(
         name=f"gateway#{replica}",
         kind="gateway",
@@ -172,20 +172,9 @@ def _gateway_process(replica: int, level: int, schemes: str) -> Process:
         replica=replica,
         level=level,
         argv=(sys.executable, "-m", "streamrt.process", "gateway", "gateway", "--replica", str(replica)),
-        env=_environment(deploy, schemes),
-        arena_bytes=deploy.arena_bytes,
+        env=dict.fromkeys(THREAD_VARIABLES, "1"),
+        arena_bytes=DeployConfig().arena_bytes,
     )
-
-
-def _environment(deploy: DeployConfig, schemes: str) -> dict[str, str]:
-    return {
-        **dict.fromkeys(THREAD_VARIABLES, str(deploy.threads)),
-        "STREAMRT_CONNECTORS": schemes,
-        "STREAMRT_ARENA": str(deploy.arena_bytes),
-        "STREAMRT_WINDOW_CHUNKS": str(deploy.window_chunks),
-        "STREAMRT_WINDOW_BYTES": str(deploy.window_bytes),
-        "STREAMRT_MAX_CHUNK": str(deploy.connector_options().max_chunk_bytes),
-    }
 
 
 def _device(device: str) -> str:

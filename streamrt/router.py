@@ -239,13 +239,16 @@ class Router:
         """A replica of each stage, their credit taken; or None, and the request waits until an event admits it.
 
         Raises:
+            BadRequest: a request of that id is open or waits already.
             Unavailable: a stage on the way has no ready replica.
             Overloaded: it would have to wait, and the line is full.
         """
+        key = (request_id, epoch)
+        if key in self._open or key in self._queue:
+            raise BadRequest(f"request {request_id} is open already", hint="give each request an id of its own", param="request_id")
         missing = self._missing(route)
         if missing:
             raise Unavailable(f"stage {missing[0]} is not ready", hint="see /ready, or `streamrt ps`")
-        key = (request_id, epoch)
         self._queue[key] = _Waiting(request_id, epoch, route, affinity)
         # Whoever waits already could not go before this call either, so the newcomer alone can be the answer.
         admitted = self._admit()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -89,6 +89,8 @@ class Refused(Exception):
         self.param = param
 
 
+MS_PER_CHAR = 65.0  # of speech, where nothing better is known
+
 # ---- the conversation ---------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +123,7 @@ class Item(msgspec.Struct):
     output: str = ""  # function_call_output
     audio_ms: float = 0.0  # assistant: audio given to the client
     spans: list[Span] = []
-    truncated: bool = False  # the rest of an answer is not added any more
+    truncated_of_ms: float = 0.0  # > 0: cut by the client from speech of this length; nothing is added any more
 
     @property
     def text(self) -> str:
@@ -688,7 +690,7 @@ class Session:
         if answer is None or not text:
             return []
         actions, item = self._output(answer.response)
-        if not item.truncated:
+        if not item.truncated_of_ms:
             item.parts[0].text = (item.parts[0].text or "") + text
         return [*actions, Tell(TextDelta(answer.response.id, item.id, answer.response.settings.modality, text))]
 
@@ -700,7 +702,7 @@ class Session:
             return []
         self._has_spoken = True
         actions, item = self._output(answer.response)
-        if not item.truncated:
+        if not item.truncated_of_ms:
             if text_start is not None and text_end is not None:
                 item.spans.append(Span(text_start, text_end, item.audio_ms))
             item.audio_ms += count * 1000 / rate_hz
@@ -769,7 +771,7 @@ class Session:
             raise Refused("response_cancel_not_active", "Cancellation failed: no active response found")
         return self._stop_response(answer, "cancelled", "client_cancelled")
 
-    def create_item(self, item: Item, previous_id: str | None = None, audio: Sequence[float] | None = None) -> list[Action]:
+    def create_item(self, item: Item, previous_id: str | None = None, audio: Sized | None = None) -> list[Action]:
         """Put an item behind `previous_id` ("root": first; None: last). `audio` is transcribed as if it had been spoken."""
         if any(item.id == known.id for known in self.items):
             raise Refused("invalid_value", f"An item with the id '{item.id}' is in the conversation already.", param="item.id")
@@ -805,18 +807,16 @@ class Session:
     def truncate_item(self, item_id: str, audio_end_ms: int, content_index: int = 0) -> list[Action]:
         """The client has played no more than `audio_end_ms` of this item: forget the words that were not heard."""
         item = self._find(item_id, "item_truncate_invalid_item_id", param="item_id")
-        if item.role != "assistant" or not item.parts or item.parts[0].kind != "audio" or not (item.audio_ms or item.truncated):
+        if item.role != "assistant" or not item.parts or item.parts[0].kind != "audio" or not (item.audio_ms or item.truncated_of_ms):
             raise Refused("unsupported_content_type", "Only model output audio messages can be truncated", param="item_id")
         if content_index != 0:
             raise Refused("invalid_value", f"Item '{item_id}' has no content at index {content_index}.", param="content_index")
         actual_ms = -int(-item.audio_ms // 1)
         if not 0 <= audio_end_ms <= actual_ms:
             raise Refused("invalid_value", f"Audio content of {actual_ms}ms is already shorter than {audio_end_ms}ms", param="audio_end_ms")
-        if audio_end_ms < item.audio_ms:
-            item.parts[0].text = heard_text(item.text, item.spans, item.audio_ms, audio_end_ms)
-            item.spans = [span for span in item.spans if span.at_ms < audio_end_ms]
-            item.audio_ms = float(audio_end_ms)
-        item.truncated = True
+        item.truncated_of_ms = item.truncated_of_ms or spoken_ms(item)
+        item.parts[0].text = heard_text(item.text, item.spans, item.truncated_of_ms, audio_end_ms)
+        item.audio_ms = min(item.audio_ms, float(audio_end_ms))
         return [Tell(ItemTruncated(item_id, audio_end_ms))]
 
     # -- turns
@@ -1122,24 +1122,27 @@ class Session:
         return samples * 1000 // self.rate_hz
 
 
-def heard_text(text: str, spans: Sequence[Span], audio_ms: float, heard_ms: float) -> str:
-    """What of `text` was heard in the first `heard_ms` of its `audio_ms`: whole clauses, and of the last one whole words.
+def spoken_ms(item: Item) -> float:
+    """How long an answer speaks from its first to its last clause that has begun; estimated when it was stopped inside of that."""
+    if item.status == "completed":
+        return item.audio_ms
+    last = item.spans[-1] if item.spans else Span(0, len(item.text), 0.0)
+    ms_per_char = last.at_ms / last.start if last.at_ms and last.start else MS_PER_CHAR
+    return max(item.audio_ms, last.at_ms + (last.end - last.start) * ms_per_char)
 
-    Without spans the text is taken to be spoken evenly.
+
+def heard_text(text: str, spans: Sequence[Span], speech_ms: float, heard_ms: float) -> str:
+    """What of `text` was heard in the first `heard_ms` of its `speech_ms`: whole clauses, and of the last one whole words.
+
+    Without spans the text is taken to be spoken evenly. Text behind the last span was not spoken at all.
     """
-    if heard_ms >= audio_ms:
-        return text
-    if heard_ms <= 0:
-        return ""
-    cut = 0
     whole = spans or (Span(0, len(text), 0.0),)
-    ends = [span.at_ms for span in whole[1:]] + [audio_ms]
-    for span, end_ms in zip(whole, ends, strict=True):
+    cut = 0
+    for span, end_ms in zip(whole, [span.at_ms for span in whole[1:]] + [speech_ms], strict=True):
         if heard_ms >= end_ms:
             cut = span.end
         elif heard_ms > span.at_ms:
-            share = (heard_ms - span.at_ms) / (end_ms - span.at_ms)
-            reached = span.start + int((span.end - span.start) * share)
+            reached = span.start + int((span.end - span.start) * (heard_ms - span.at_ms) / (end_ms - span.at_ms))
             words = text.rfind(" ", span.start, reached + 1)
-            cut = max(cut, words if words > span.start else span.start)
+            cut = words if words > span.start else span.start
     return text[:cut].rstrip()

@@ -286,7 +286,7 @@ def _kill(child: Child, reason: str) -> list[Action]:
     if child.is_doomed or not child.is_alive:
         return []
     child.is_doomed = True
-    child.error = reason
+    child.error = child.error or reason
     return [Kill(child.name, reason)]
 
 

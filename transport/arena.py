@@ -47,6 +47,7 @@ class Arena:
         self._on_drop = on_drop
         self._jumbos: dict[int, Ring] = {}  # by number, the one used last at the end
         self._max_jumbo_bytes = jumbo_layout(max_chunk_bytes).max_payload_bytes
+        self._budget_bytes = arena_bytes + self._max_jumbo_bytes
         self._jumbo_bytes = 0  # allocated, those in the making included
         self._next_file = ARENA_FILE + 1
         self._line: list[_Waiting] = []
@@ -56,7 +57,8 @@ class Arena:
     @classmethod
     async def create(cls, arena_bytes: int, max_chunk_bytes: int, threads: ThreadPoolExecutor, *, on_drop: Callable[[int], None]) -> Arena:
         """Allocate, touch and map the arena. Raises NoSpace."""
-        file = await _make_file(threads, arena_layout(arena_bytes).total_bytes)
+        budget_bytes = arena_bytes + jumbo_layout(max_chunk_bytes).max_payload_bytes
+        file = await _make_file(threads, arena_layout(arena_bytes).total_bytes, budget_bytes)
         return cls(file, arena_bytes, max_chunk_bytes, threads, on_drop)
 
     @property
@@ -190,7 +192,7 @@ class Arena:
         self._jumbo_bytes += layout.max_payload_bytes
         failure: NoSpace | None = None
         try:
-            file = await _make_file(self._threads, layout.total_bytes)
+            file = await _make_file(self._threads, layout.total_bytes, self._budget_bytes)
         except NoSpace as error:
             self._jumbo_bytes -= layout.max_payload_bytes
             failure = error
@@ -203,8 +205,8 @@ class Arena:
         self._serve()
 
 
-async def _make_file(threads: ThreadPoolExecutor, nbytes: int) -> MemFile:
-    making = asyncio.get_running_loop().run_in_executor(threads, MemFile, nbytes)
+async def _make_file(threads: ThreadPoolExecutor, nbytes: int, budget_bytes: int) -> MemFile:
+    making = asyncio.get_running_loop().run_in_executor(threads, MemFile, nbytes, budget_bytes)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

@@ -145,15 +145,14 @@ class Inbound:
         try:
             if type(message) is Data and self.peer:
                 self._on_data(message)
-            elif isinstance(message, Hello | File):
-                self._on_file(message, fd)
-                fd = -1  # taken
+            elif isinstance(message, Hello):
+                self._on_hello(message, fd)
             else:
-                self._on_word(message)
+                self._on_word(message, fd)
         except ProtocolError as error:
             self._on_end(str(error))
         finally:
-            if fd >= 0:  # one that nobody announced
+            if fd >= 0:  # a mapping has its own
                 os.close(fd)
 
     def _on_data(self, data: Data) -> None:
@@ -167,7 +166,21 @@ class Inbound:
         self._counters.bytes_received += data.nbytes
         self._callbacks.on_chunk(ShmLease(self, data))
 
-    def _on_word(self, message: Any) -> None:
+    def _on_hello(self, hello: Hello, fd: int) -> None:
+        try:
+            if self.peer:
+                raise ProtocolError("it said Hello twice")
+            channel.check_version(hello.version)
+            self._map(ARENA_FILE, hello.classes, fd)
+        except ProtocolError as error:
+            with contextlib.suppress(Broken):  # it did not wait for the answer
+                self._lane.post(channel.encode(Refused(str(error))))
+            raise
+        self.peer = hello.peer
+        with contextlib.suppress(Broken):  # end-of-file is about to come
+            self._lane.post(channel.encode(Welcome(channel.VERSION, self._name)))
+
+    def _on_word(self, message: Any, fd: int) -> None:
         if not self.peer:
             raise ProtocolError(f"it said {type(message).__name__} before Hello")
         match message:
@@ -176,29 +189,19 @@ class Inbound:
                     self._callbacks.on_cancel(message.request_id, message.epoch)
             case FileComing():
                 self._lane.take_fd()
+            case File():
+                self._map(message.file, message.classes, fd)
             case FileGone():
                 self._files.pop(message.file, None)
 
-    def _on_file(self, message: Hello | File, fd: int) -> None:
-        """An area to map: the producer's arena, or a jumbo area beside it. Takes `fd`."""
-        number = ARENA_FILE if isinstance(message, Hello) else message.file
+    def _map(self, number: int, classes: tuple[tuple[int, int], ...], fd: int) -> None:
+        if fd < 0 or number in self._files:
+            raise ProtocolError(f"no descriptor for area {number}, or a second one")
         try:
-            if fd < 0 or number in self._files or bool(self.peer) == isinstance(message, Hello):
-                raise ProtocolError(f"unexpected {type(message).__name__}")
-            if isinstance(message, Hello):
-                channel.check_version(message.version)
-            layout = Layout(message.classes)
-        except (ProtocolError, ValueError) as error:
-            if fd >= 0:
-                os.close(fd)
-            if isinstance(message, Hello):
-                with contextlib.suppress(Broken):
-                    self._lane.post(channel.encode(Refused(str(error))))
+            layout = Layout(classes)
+        except ValueError as error:
             raise ProtocolError(str(error)) from error
         self._files[number] = _Mapped(layout, memfile.attach(fd, layout.total_bytes))
-        if isinstance(message, Hello):
-            self.peer = message.peer
-            self._lane.post(channel.encode(Welcome(channel.VERSION, self._name)))
 
     def _on_end(self, why: str) -> None:
         peer = self.peer

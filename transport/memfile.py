@@ -19,7 +19,7 @@ import os
 from transport.errors import NoSpace, ProtocolError
 
 SHM_DIR = "/dev/shm"
-_ROOMY = 4  # a file system smaller than so many of our files is not meant for them (containers often get 64 MB): memfd
+_ROOMY = 2  # a file system that could not hold what so many processes may want is not meant for it (containers often get 64 MB): memfd
 _F_SEAL_FUTURE_WRITE = 0x10  # fcntl has it from Python 3.13 on
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
@@ -27,9 +27,12 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.
 class MemFile:
     """The writer's end: `memory` is writable, `fd` is what readers are given."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Allocate and map `nbytes`. Blocks for about 0.6 ms per MiB: call it on a thread. Raises NoSpace."""
-        writable, sealed = _open(nbytes)
+    def __init__(self, nbytes: int, budget_bytes: int = 0) -> None:
+        """Allocate and map `nbytes`. Blocks for about 0.6 ms per MiB: call it on a thread. Raises NoSpace.
+
+        `budget_bytes`: what this process may come to want in all; decides where the file is made.
+        """
+        writable, sealed = _open(max(nbytes, budget_bytes))
         try:
             _allocate(writable, nbytes, where="memory" if sealed else SHM_DIR)
             self.memory = memoryview(mmap.mmap(writable, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
@@ -49,21 +52,18 @@ class MemFile:
 
 
 def attach(fd: int, nbytes: int) -> memoryview:
-    """The reader's end: all of the file, read-only. Takes `fd`. Raises ProtocolError when the file is shorter than was said."""
-    try:
-        size = os.fstat(fd).st_size
-        if size < nbytes:
-            raise ProtocolError(f"shared memory of {size} bytes, and its writer said {nbytes}")
-        return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
+    """The reader's end: all of the file, read-only; `fd` stays the caller's. Raises ProtocolError when the file is shorter than was said."""
+    size = os.fstat(fd).st_size
+    if size < nbytes:
+        raise ProtocolError(f"shared memory of {size} bytes, and its writer said {nbytes}")
+    return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
 
 
-def _open(nbytes: int) -> tuple[int, bool]:
+def _open(budget_bytes: int) -> tuple[int, bool]:
     """A writable nameless file, and whether it is a memfd."""
     try:
         space = os.statvfs(SHM_DIR)
-        if space.f_blocks == 0 or space.f_blocks * space.f_frsize >= _ROOMY * nbytes:  # 0: a tmpfs without limit
+        if space.f_blocks == 0 or space.f_blocks * space.f_frsize >= _ROOMY * budget_bytes:  # 0: a tmpfs without limit
             return os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o400), False
     except OSError as error:
         # No such directory, not ours to write in, or a file system without O_TMPFILE.

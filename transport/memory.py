@@ -16,15 +16,15 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import msgspec
 import numpy as np
 
-from transport.chunk import ChunkHeader, view
+from transport.chunk import ChunkHeader, TensorSpec, view
 from transport.connector import Connector, ConnectorOptions, ConnectorStats, Lease, Outlet
+from transport.credit import Windows
 from transport.errors import Broken, Closed, TransportError
-from transport.windows import Tombstones, Windows
+from transport.payload import fill, payload_bytes
+from transport.window import Tombstones
 
 THREAD_COPY_BYTES = 4 * 2**20  # a longer copy would hold the loop for more than about 0.2 ms
 
@@ -97,18 +97,19 @@ class MemoryOutlet(Outlet):
         return self in self._siblings
 
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
-        loan = await self._windows.take(header, sum(array.nbytes for array in arrays))
+        nbytes = payload_bytes(header.tensors, arrays)
+        loan = await self._windows.take(header, nbytes)
         try:
-            copies = await copied(arrays)
+            payload = await gathered(header.tensors, arrays, nbytes)
             loan.check()
         except BaseException:
             loan.give_back()
             raise
-        lease = HeapLease(header, self._name, copies, loan.give_back)
+        lease = HeapLease(header, self._name, payload, loan.give_back)
         self._loop.call_soon(self._inlet.arrive, lease)
         loan.sent()
         self._counters.chunks_sent += 1
-        self._counters.bytes_sent += loan.nbytes
+        self._counters.bytes_sent += nbytes
 
     def cancel(self, request_id: str, epoch: int) -> None:
         if self.is_open and self._windows.cancel(request_id, epoch):
@@ -152,7 +153,11 @@ class Inlet:
             return
         self._counters.chunks_received += 1
         self._counters.bytes_received += sum(spec.nbytes for spec in lease.header.tensors)
-        self._on_chunk(lease)
+        try:
+            self._on_chunk(lease)
+        except BaseException:
+            lease.release()
+            raise
 
     def cancel(self, request_id: str, epoch: int) -> None:
         if not self._closed and self._over.add(request_id, epoch):
@@ -167,65 +172,52 @@ class Inlet:
 
 
 class HeapLease(Lease):
-    """A lease over memory of this process, one buffer per tensor.
+    """A lease over memory of this process.
 
     `give_back` is called once, on the loop: after `release`, when no array lives. A lease that is dropped unreleased gives back too: its
     reader has failed, and the producer must not wait for ever.
     """
 
-    def __init__(self, header: ChunkHeader, peer: str, buffers: Sequence[Any], give_back: Callable[[], None]) -> None:
+    def __init__(self, header: ChunkHeader, peer: str, payload: np.ndarray, give_back: Callable[[], None]) -> None:
         self.header = header
         self.peer = peer
-        self._buffers = buffers
-        self._arrays: tuple[np.ndarray, ...] = ()
-        self._is_released = False
+        self._payload: np.ndarray | None = payload  # bytes
+        self._arrays: tuple[np.ndarray, ...] | None = None
         self._give_back = give_back
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Raises Closed after `release`, ValueError or TypeError when the header does not fit the bytes."""
-        if self._is_released:
+        if self._payload is None:
             raise Closed("the lease has been released")
-        if not self._arrays and self._buffers:
-            # An array keeps its base alive, and so does whatever is sliced from it; the last base to die gives back.
-            bases = [np.frombuffer(buffer, np.uint8) for buffer in self._buffers]
-            self._arrays = tuple(
-                view(msgspec.structs.replace(spec, offset=0), base) for spec, base in zip(self.header.tensors, bases, strict=True)
-            )
-            living = itertools.count(1)
-            for base in bases:
-                weakref.finalize(base, self._base_died, self._loop, self._thread, living, len(bases), self._give_back).atexit = False
+        if self._arrays is None:
+            if not self.header.tensors:
+                return ()
+            # numpy keeps the payload itself alive for every array over it, and for whatever is sliced from one.
+            self._arrays = tuple(view(spec, self._payload) for spec in self.header.tensors)
+            weakref.finalize(self._payload, _on_loop, self._loop, self._thread, self._give_back).atexit = False
         return self._arrays
 
     def release(self) -> None:
-        if not self._is_released:
-            self._is_released = True
-            had_arrays, self._arrays, self._buffers = bool(self._arrays), (), ()
+        if self._payload is not None:
+            had_arrays, self._arrays, self._payload = self._arrays is not None, None, None
             if not had_arrays:
                 self._give_back()
 
     def __del__(self) -> None:
-        if not self._is_released and not self._arrays:
+        if self._payload is not None and self._arrays is None:
             _on_loop(self._loop, self._thread, self._give_back)
 
-    @staticmethod
-    def _base_died(
-        loop: asyncio.AbstractEventLoop, thread: int, deaths: itertools.count[int], num_bases: int, give_back: Callable[[], None]
-    ) -> None:
-        if next(deaths) == num_bases:
-            _on_loop(loop, thread, give_back)
 
-
-async def copied(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Private C-contiguous copies. Waits: for a thread when they are big."""
-    if sum(array.nbytes for array in arrays) >= THREAD_COPY_BYTES:
-        return await asyncio.to_thread(_copies, arrays)
-    return _copies(arrays)
-
-
-def _copies(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [np.array(array, order="C", copy=True) for array in arrays]
+async def gathered(specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+    """The payload in private memory. Waits: for a thread when it is big."""
+    payload = np.empty(nbytes, np.uint8)
+    if nbytes < THREAD_COPY_BYTES:
+        fill(payload, specs, arrays)
+    else:
+        await asyncio.to_thread(fill, payload, specs, arrays)
+    return payload
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, thread: int, call: Callable[[], None]) -> None:

@@ -96,6 +96,7 @@ class ShmOutlet(Outlet):
         try:
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
             if nbytes <= self._inline_bytes:
+                window.check()
                 self._post_inline(header, window, nbytes, pack(header.tensors, arrays, nbytes))
             else:
                 loan = await self._loan(header, window, nbytes)
@@ -185,11 +186,10 @@ class ShmOutlet(Outlet):
         try:
             if sum(array.nbytes for array in arrays) < THREAD_COPY_BYTES:
                 fill(loan.payload, header.tensors, arrays)
-                return
-            copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
-            await asyncio.shield(copied)
-            if window.error is not None:  # cancelled, or the consumer died, meanwhile
-                raise type(window.error)(*window.error.args)
+            else:
+                copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
+                await asyncio.shield(copied)
+            window.check()
         except BaseException:
             if copied is None or copied.done():
                 self._arena.abort(loan)

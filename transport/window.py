@@ -55,10 +55,15 @@ class Window:
             if future.done() and not future.cancelled() and future.exception() is None:  # granted and cancelled at once
                 self.leave()
                 self.give_back(nbytes)
-            elif place in self._line:
+            elif self._line and place in self._line:
                 self._line.remove(place)
                 self._wake()
             raise
+
+    def check(self) -> None:
+        """Raises why it is over, if it is. To be asked after any await and before the send: much may happen meanwhile."""
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
 
     def leave(self) -> None:
         """The send has been made or given up: the next one's turn."""

@@ -12,8 +12,11 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
+import importlib
 import ipaddress
+import itertools
 import logging
 import os
 import socket as sockets
@@ -63,13 +66,16 @@ def require_curve(endpoint: str, curve: CurveKeys | None) -> None:
     except ValueError:
         is_loopback = host in ("localhost", "lo")
     if not is_loopback:
-        raise ValueError(f"{endpoint}: got no CURVE keys, expected some beyond loopback\nhint: give the run a key pair, or use tcp://127.0.0.1")
+        raise ValueError(
+            f"{endpoint}: got no CURVE keys, expected some beyond loopback\nhint: give the run a key pair, or use tcp://127.0.0.1"
+        )
 
 
 class LoopSocket:
     """One ROUTER or DEALER on the loop that made it; the owner's callbacks run on that loop and must not block.
 
-    `on_frames(frames)`: a message has arrived; `zmq.Frame`s when `copy` is false, else bytes.
+    `on_frames(frames)`: a message has arrived; `zmq.Frame`s when `copy` is false, else bytes. Without `copy`, what is sent
+        from 64 KiB on is not copied either: it must not change any more.
     `on_event(event, value)`: a monitor event (`zmq.Event`) and its value, mostly the connection's file descriptor.
     `on_drained()`: everything that had arrived has been delivered.
     """
@@ -90,20 +96,24 @@ class LoopSocket:
         self._on_event = on_event
         self._on_drained = on_drained
         self._copy = copy
-        self._scheduled = False
+        self._scheduled = False  # a drain is due in the next turn
+        self._linger_s = 0.0
         self._ipc_file: tuple[str, int] | None = None  # path and inode of what we bound
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._socket: zmq.Socket[bytes] = _context().socket(kind)
         # An exit that never closes must not hang, so nothing lingers unless `close` says so.
         for option, value in {zmq.LINGER: 0, zmq.HANDSHAKE_IVL: HANDSHAKE_MS, **(options or {})}.items():
             self._socket.setsockopt(option, value)
-        address = f"inproc://monitor-{id(self)}"
+        address = f"inproc://monitor-{next(_numbers)}"
         self._socket.monitor(address, zmq.EVENT_ALL if on_event else zmq.EVENT_MONITOR_STOPPED)
         self._monitor: zmq.Socket[bytes] = _context().socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(address)
-        self._loop.add_reader(self._socket.FD, self._drain)
+        self._loop.add_reader(self._socket.FD, self.drain)
         self._loop.add_reader(self._monitor.FD, self.drain_events)
+        # ZeroMQ tells only a reader that has found nothing: before the first look, a message may come without a sign.
+        self._loop.call_soon(self.drain_events)
+        self.drain_soon()
 
     def bind(self, endpoint: str, curve: CurveKeys | None = None) -> str:
         """Listen; returns the real endpoint, its port filled in. Raises OSError (in use, no such folder) or ValueError."""
@@ -143,7 +153,7 @@ class LoopSocket:
         if self._socket.closed:
             raise Closed(self.endpoint)
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=self._copy)
         except zmq.Again:
             raise WouldBlock(f"{self.endpoint}: the queue is full") from None
         except zmq.ZMQError as error:
@@ -152,7 +162,8 @@ class LoopSocket:
             raise Broken(f"{self.endpoint}: no such peer") from None
         finally:
             # The send may have consumed the edge that announced a message.
-            self._look_again()
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self.drain_soon()
 
     def drain_events(self) -> None:
         """Deliver the monitor events that have come; what happened before a message arrived is among them."""
@@ -169,23 +180,34 @@ class LoopSocket:
             elif self._on_event is not None:
                 self._on_event(zmq.Event(event["event"]), event["value"])
 
-    async def close(self, linger_s: float = 0.0) -> None:
-        """Idempotent. Waits: until what is queued has gone out, at most about `linger_s`; then the rest is dropped."""
+    def shut(self, linger_s: float = 0.0) -> None:
+        """Nothing more is received or taken; what is queued may go out for at most `linger_s`. Idempotent, never waits."""
         if not self._socket.closed:
+            self._linger_s = linger_s
             self._loop.remove_reader(self._socket.FD)
             self._socket.close(linger=int(linger_s * 1000))
+
+    async def close(self, linger_s: float = 0.0) -> None:
+        """`shut`, and wait until what was queued has gone out or been dropped. Idempotent."""
+        self.shut(linger_s)
         # ZeroMQ takes a socket apart in its own threads; the monitor's last event says that it is done.
-        await asyncio.wait((self._stopped,), timeout=linger_s + 0.5)
+        await asyncio.wait((self._stopped,), timeout=self._linger_s + 0.5)
         if not self._stopped.done():
-            log.warning("zeromq.close_late endpoint=%s linger_s=%s", self.endpoint, linger_s)
+            log.warning("zeromq.close_late endpoint=%s linger_s=%s", self.endpoint, self._linger_s)
         if self._ipc_file is not None:
             (path, inode), self._ipc_file = self._ipc_file, None
             with suppress(FileNotFoundError):
                 if os.stat(path).st_ino == inode:  # not the file of somebody who has bound the path since
                     os.unlink(path)
 
-    def _drain(self) -> None:
-        self._scheduled = False
+    def drain_soon(self) -> None:
+        """Have another look at what has come, in the loop's next turn."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain_scheduled)
+
+    def drain(self) -> None:
+        """Deliver what has come."""
         for _ in range(DRAIN_AT_ONCE):
             if self._socket.closed:
                 return
@@ -200,15 +222,11 @@ class LoopSocket:
             except Exception:
                 # The lane must outlive one message: the edge is spent, and those behind it would wait for the next one's.
                 log.exception("zeromq.callback_failed endpoint=%s", self.endpoint)
-        self._schedule()
+        self.drain_soon()
 
-    def _look_again(self) -> None:
-        if not self._scheduled and not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._schedule()
-
-    def _schedule(self) -> None:
-        self._scheduled = True
-        self._loop.call_soon(self._drain)
+    def _drain_scheduled(self) -> None:
+        self._scheduled = False
+        self.drain()
 
     def _set_curve(self, curve: CurveKeys) -> None:
         self._socket.curve_publickey = curve.public.encode()
@@ -222,9 +240,17 @@ class LoopSocket:
                 self._socket.setsockopt(zmq.IPV6, 1)
 
 
+_numbers = itertools.count()  # of sockets; an id() may come again while its old monitor still lives
+
+
 @cache
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    return zmq.Context(io_threads=1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    # ZeroMQ's thread reads what is in flight from the interpreter's memory, so at exit it must end before that memory is freed: ours
+    # must run before the exit handler that pyzmq's garbage collector registers, thus be registered after it.
+    importlib.import_module("zmq.utils.garbage")
+    atexit.register(context.destroy, linger=0)
+    return context
 
 
 def _ipc_path(endpoint: str) -> str:

@@ -156,7 +156,8 @@ $("settings").addEventListener("close", () => {
 
 async function loadModel() {
   try {
-    model = (await (await call("v1/models")).json()).data[0].id;
+    const { data } = await (await call("v1/models")).json();
+    model = (data.find(({ tasks }) => tasks.includes("respond")) ?? data[0]).id;
     showProblem("");
   } catch (error) {
     showProblem(error.status === 401 ? "This gateway asks for an API key. Enter it in the settings." : error.message);

@@ -57,7 +57,7 @@ export function layout(stages, width) {
 
   const count = columns.length;
   const inner = width - 2 * MARGIN - GATE;
-  const minGap = count * (BOX.minWidth + 54) > inner ? 26 : 54;
+  const minGap = count * (BOX.minWidth + 54) > inner ? 22 : 54;
   const boxWidth = Math.max(BOX.minWidth, Math.min(BOX.maxWidth, inner / count - minGap));
   const gap = Math.max(minGap, Math.min(96, inner / count - boxWidth));
   const rows = Math.max(...columns.map((boxes) => boxes.length));

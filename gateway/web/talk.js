@@ -145,6 +145,12 @@ export class Talk {
     "response.output_audio_transcript.delta": (event) => {
       this.#reply(event).captions.text += event.delta;
     },
+    // A pipeline that can not speak answers in text.
+    "response.output_text.delta": (event) => {
+      const reply = this.#reply(event);
+      reply.captions.text += event.delta;
+      reply.line.text = reply.captions.text;
+    },
     "streamrt.caption": (event) => {
       const at = (event.audio_start_ms * RATE_HZ) / 1000;
       this.#reply(event).captions.clauses.push({ at, start: event.text_start, end: event.text_end });

@@ -80,7 +80,11 @@ export class Turns {
     element.append(head, row.bar, row.legend);
     this.list.prepend(element);
     this.byResponse.set(responseId, row);
-    while (this.list.children.length > KEPT_TURNS) this.list.lastElementChild.remove();
+    if (this.byResponse.size > KEPT_TURNS) {
+      const [oldest] = this.byResponse.keys();
+      this.byResponse.get(oldest).element.remove();
+      this.byResponse.delete(oldest);
+    }
     return row;
   }
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrt.config import Where, convert, expectation, from_json, load_pipeline, parse_bytes, parse_pipeline, to_json, to_toml
@@ -120,6 +120,10 @@ def test_args_belong_to_the_stage_above_them():
             '--set: tasks.speak: got "ttts", expected the name of a stage: one of "vad", "llm", "tts"\nhint: did you mean "tts"?',
         ),
         (
+            "deploy.llm.hang_timeout_s=1",
+            "--set: deploy.llm.hang_timeout_s: got 1, expected at least 2, twice run.heartbeat_s",
+        ),
+        (
             "gateway.port",
             "--set gateway.port: got no KEY=VALUE\nhint: write it as --set gateway.port=0",
         ),
@@ -171,7 +175,7 @@ def test_names_of_the_runtime_itself_are_taken():
 
 
 def test_half_of_tls_is_an_error():
-    assert error_of(VOICE, "gateway.tls_cert=cert.pem") == (
+    assert error_of(f'{VOICE}[gateway]\ntls_cert = "cert.pem"') == (
         "pipeline.toml: gateway.tls_key: got nothing, expected a path, because tls_cert is set\nhint: set both for TLS, or neither"
     )
 
@@ -208,7 +212,11 @@ def test_the_config_survives_the_wire_and_the_file():
     assert parse_pipeline(to_toml(config)) == config
 
 
-@given(args=st.dictionaries(st.text(), st.recursive(st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5)))
+VALUES = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
+
+
+@settings(max_examples=50, deadline=None)
+@given(args=st.dictionaries(st.text(), st.recursive(VALUES, st.lists, max_leaves=5)))
 def test_any_args_survive_being_written_as_toml(args):
     config = parse_pipeline(VOICE)
     stage = msgspec.structs.replace(config.stage[1], args=args)
@@ -230,7 +238,7 @@ def test_what_is_no_size_is_an_error(text):
         parse_bytes(text)
 
 
-class Inner(msgspec.Struct):
+class Inner(msgspec.Struct, frozen=True):
     depth: int = 1
 
 
@@ -265,5 +273,10 @@ def test_the_arguments_of_a_stage_are_checked_in_the_same_words(data, message):
 
 
 def test_a_type_has_words_for_it():
-    kinds: list[tuple[Any, str]] = [(bool, "true or false"), (list[int], "a list, each a whole number"), (dict[str, int], "a table"), (int | None, "a whole number")]
+    kinds: list[tuple[Any, str]] = [
+        (bool, "true or false"),
+        (list[int], "a list, each a whole number"),
+        (dict[str, int], "a table"),
+        (int | None, "a whole number"),
+    ]
     assert [expectation(kind) for kind, _ in kinds] == [words for _, words in kinds]

@@ -227,11 +227,15 @@ async def test_a_killed_peer_becomes_broken(lanes, endpoint):
     assert (await server.inbox.get())[0] == "doomed"
     peer.kill()
     peer.wait()
+
+    async def send_until_it_fails():
+        while True:
+            server.send("doomed", Window(1, ""))
+            await asyncio.sleep(0)
+
     async with asyncio.timeout(2):
         with pytest.raises(Broken):
-            while True:
-                server.send("doomed", Window(1, ""))
-                await asyncio.sleep(0)
+            await send_until_it_fails()
 
 
 async def test_a_full_queue_would_block_and_nothing_waits(lanes, endpoint):
@@ -243,13 +247,18 @@ async def test_a_full_queue_would_block_and_nothing_waits(lanes, endpoint):
         deaf.connect(server.endpoint)
         deaf.send(msgspec.msgpack.encode(Join("x")))
         await server.inbox.get()
-        with pytest.raises(WouldBlock):
-            for _ in range(1000):
-                server.send("deaf", Window(1, "x" * 100_000))
+        assert sends_before_it_would_block(lambda: server.send("deaf", Window(1, "x" * 100_000))) < 1000
     absent = await lanes.client("ipc:///nowhere.sock", high_water=10)
-    with pytest.raises(WouldBlock):
-        for _ in range(11):
-            absent.send(Join("x"))
+    assert sends_before_it_would_block(lambda: absent.send(Join("x"))) == 10
+
+
+def sends_before_it_would_block(send):
+    for n in range(1000):
+        try:
+            send()
+        except WouldBlock:
+            return n
+    return 1000
 
 
 async def test_close_sends_what_is_queued_and_takes_the_socket_file_away(lanes, tmp_path):
@@ -273,7 +282,7 @@ async def test_close_with_an_unreachable_peer_ends_within_the_linger(lanes):
     client.send(Join("x"))
     start = time.monotonic()
     await client.close(linger_s=0.3)
-    assert time.monotonic() - start < 0.8
+    assert time.monotonic() - start < 1.5
 
 
 @pytest.mark.parametrize("end", ["await lane.close()", "pass"], ids=["closed", "not closed"])
@@ -289,11 +298,9 @@ async def main():
 asyncio.run(main())
 print(time.monotonic())
 """
-    start = time.monotonic()
     exited = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=10)
     assert (exited.returncode, exited.stderr) == (0, "")
-    assert time.monotonic() - float(exited.stdout) < 0.5  # nothing holds the interpreter's exit up
-    assert time.monotonic() - start < 4  # imports included
+    assert time.monotonic() - float(exited.stdout) < 2  # nothing holds the interpreter's exit up
 
 
 async def test_a_living_server_keeps_its_endpoint_and_a_dead_ones_file_is_reused(lanes, tmp_path):

@@ -1,6 +1,6 @@
 """The credit of all requests on one channel, for connectors whose chunks lie in private memory (in-process, TCP).
 
-`Windows` keeps one `credit.Window` per request while it is in use, knows which requests are over, and lends room for one chunk at a time.
+`Windows` keeps one `Window` per request while it is in use, knows which requests are over, and lends room for one chunk at a time.
 Knows counts and requests. Knows nothing of sockets or memory.
 
 Rules
@@ -11,12 +11,11 @@ Rules
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 
 from transport.chunk import ChunkHeader
 from transport.connector import ConnectorOptions, ConnectorStats
-from transport.credit import Window
 from transport.errors import Closed, TooLarge, TransportError
+from transport.window import Tombstones, Window
 
 
 class Windows:
@@ -138,31 +137,3 @@ class Loan:
             self._window.give_back(self.nbytes)
             self.sent()
             self._windows.returned(self, self._request_id, self._window)
-
-
-class Tombstones:
-    """Requests that are over, each up to an epoch; the `limit` most recent ones are remembered."""
-
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
-        self._epochs: OrderedDict[str, int] = OrderedDict()  # oldest first
-
-    def __len__(self) -> int:
-        return len(self._epochs)
-
-    def add(self, request_id: str, epoch: int) -> bool:
-        """False when it is known already."""
-        if self.covers(request_id, epoch):
-            return False
-        self._epochs[request_id] = epoch
-        self._epochs.move_to_end(request_id)
-        if len(self._epochs) > self._limit:
-            self._epochs.popitem(last=False)
-        return True
-
-    def covers(self, request_id: str, epoch: int) -> bool:
-        """Whether a chunk of this request and epoch comes too late."""
-        return epoch <= self._epochs.get(request_id, -1)
-
-    def discard(self, request_id: str) -> None:
-        self._epochs.pop(request_id, None)

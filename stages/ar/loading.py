@@ -1,0 +1,92 @@
+"""A checkpoint on this machine to a model that is ready to run: dtype by capability, nothing missing, nothing downloaded.
+
+Knows transformers. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from streamrt import ConfigError
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_flags(cpu_info: str) -> frozenset[str]:
+    """What the processor says it can do, of the text of /proc/cpuinfo."""
+    for line in cpu_info.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def pick_dtype(asked: str, device: str, flags: frozenset[str]) -> str:
+    """The dtype that `asked` stands for on `device`: "auto" is bfloat16 where there is hardware for it, and float32 elsewhere."""
+    if asked == "int8" and device != "cpu":
+        raise ConfigError(f'dtype: got "int8" on {device}, which is for the CPU', param="dtype")
+    if asked != "auto":
+        return asked
+    return "bfloat16" if device != "cpu" or flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
+def load(source: Any, *, dtype: str, device: str, threads: int, attention: str, progress: Callable[[str], None]) -> tuple[Any, Any, str]:
+    """Model, tokenizer and the dtype that was chosen. `source`: a checkpoint's folder, a GGUF file, or what `random:` resolves to.
+
+    Blocks for seconds.
+    Raises:
+        ConfigError: it is no causal language model, or weights are missing or left over.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    progress("importing torch")
+    import torch
+
+    torch.set_num_threads(threads)
+    progress("importing transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    flags = cpu_flags(CPU_INFO.read_text())
+    chosen = pick_dtype(dtype, device, flags)
+    tensor_type = torch.float32 if chosen == "int8" else getattr(torch, chosen)
+
+    path = Path(getattr(source, "path", source))
+    is_random = getattr(source, "kind", "") == "random"
+    folder, gguf = (path.parent, {"gguf_file": path.name} if path.suffix == ".gguf" else {}) if path.is_file() else (path, {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
+        progress(f"reading weights as {chosen}")
+        if is_random:
+            torch.manual_seed(0)
+            config = AutoConfig.from_pretrained(path)
+            model = AutoModelForCausalLM.from_config(config, dtype=tensor_type, attn_implementation=attention)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=tensor_type, attn_implementation=attention, output_loading_info=True, **gguf
+            )
+            refuse_gaps(path, info)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:  # how transformers says that a folder is no such model
+        raise ConfigError(f"{path}: not a causal language model that transformers can load: {error}", param="model") from error
+    model.eval().requires_grad_(False)
+    if chosen == "int8":
+        progress("quantizing to int8")
+        from stages.ar.int8 import quantize
+
+        quantize(model, has_vnni=bool(flags & {"avx512_vnni", "avx_vnni"}))
+    elif device != "cpu":
+        model.to(device)
+    return model, tokenizer, chosen
+
+
+def refuse_gaps(path: Path, info: dict[str, Any]) -> None:
+    """Raise ConfigError unless the checkpoint filled the model exactly."""
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(str(name) for name in info.get(kind) or ()):
+            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ConfigError(f"{path}: {kind.replace('_', ' ')}: {listed}", hint="the checkpoint does not belong to its config.json", param="model")

@@ -1,0 +1,1 @@
+"""What models need around them: conversion of checkpoints into what loads fast."""

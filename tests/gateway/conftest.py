@@ -1,0 +1,129 @@
+"""One real pipeline of scripted stages for all tests of the gateway, and gateways over it with whatever limits a test needs."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+import pytest
+
+import gateway
+from streamrt import Client, Pipeline
+from streamrt.config import GatewayConfig
+
+PIPELINE = """
+[pipeline]
+name = "gateway-tests"
+
+[gateway]
+port = 0
+
+[[stage]]
+name = "asr"
+use = "testing.asr"
+[stage.args]
+text = " I heard {samples} samples."
+
+[[stage]]
+name = "llm"
+use = "testing.llm"
+[stage.args.replies]
+capital = "The capital of France is Paris. It is a large city."
+unicode = "你好🌍é"
+
+[[stage]]
+name = "tts"
+use = "testing.tone"
+inputs = ["llm"]
+[stage.args]
+ms_per_char = 10
+"""
+
+CRASHING = """
+[pipeline]
+name = "gateway-crash-tests"
+
+[gateway]
+port = 0
+keepalive_s = 0.1
+
+[run]
+restart_delay_s = 0.05
+
+[[stage]]
+name = "slow"
+use = "testing.slow"
+[stage.args]
+chunk_ms = 30
+repeat = 200
+
+[[stage]]
+name = "crash"
+use = "testing.crash"
+inputs = ["slow"]
+
+[tasks]
+respond = "slow"
+"""
+
+
+@pytest.fixture(scope="session")
+def run_folders(tmp_path_factory):
+    """Runs of these tests meet no other run of this user."""
+    root = tmp_path_factory.mktemp("run")
+    root.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREAMRT_RUN_ROOT", str(root))
+        patch.setenv("STREAMRT_LOG_ROOT", str(tmp_path_factory.mktemp("logs")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def pipeline(run_folders, tmp_path_factory):
+    """The voice pipeline of scripted stages, with its gateway."""
+    path = tmp_path_factory.mktemp("voice") / "pipeline.toml"
+    path.write_text(PIPELINE)
+    with Pipeline(path, gateway=True) as running:
+        yield running
+
+
+@pytest.fixture
+def crashing(run_folders, tmp_path):
+    """A pipeline whose stage fails when it is told to."""
+    path = tmp_path / "pipeline.toml"
+    path.write_text(CRASHING)
+    with Pipeline(path, gateway=True) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(pipeline):
+    """A session whose URLs are relative to the gateway."""
+    async with aiohttp.ClientSession(pipeline.url) as session:
+        yield session
+
+
+@pytest.fixture
+def serving(pipeline):
+    """`async with serving(max_requests=1) as session`: a gateway of the test's own over the same stages."""
+
+    @asynccontextmanager
+    async def serve(**settings):
+        config = msgspec.structs.replace(GatewayConfig(port=0), **settings)
+        client = await Client.connect(pipeline.client.member.run)
+        stop, address = asyncio.Event(), asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(gateway.serve(client, 0, address.set_result, stop, config))
+        try:
+            await asyncio.wait([running, address], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running  # it could not start, and says why
+            async with aiohttp.ClientSession(await address) as session:
+                session.stop = stop
+                session.serving = running
+                yield session
+        finally:
+            stop.set()
+            await asyncio.gather(running, return_exceptions=True)
+            await client.close()
+
+    return serve

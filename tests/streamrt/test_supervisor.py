@@ -1,0 +1,237 @@
+"""The restart policy: events and times in, actions out."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrt.config import RunConfig
+from streamrt.supervisor import STOP_S, Drain, GiveUp, Kill, Start, Stop, Supervisor, Watched
+
+S = 1_000_000_000
+POLICY = RunConfig(drain_s=10, max_restarts=3, restart_window_s=60, restart_delay_s=0.5, restart_delay_max_s=1.5)
+
+
+def started(*names: str, levels: tuple[int, ...] = (), is_ready: bool = True) -> Supervisor:
+    """A supervisor whose processes were started, and are ready, at 0."""
+    watched = [
+        Watched(name, level, load_timeout_s=30, hang_timeout_s=10) for name, level in zip(names, levels or (0,) * len(names), strict=True)
+    ]
+    supervisor = Supervisor(watched, POLICY)
+    assert sorted(a.name for a in supervisor.start(0)) == sorted(names)
+    for name in names if is_ready else ():
+        supervisor.on_registered(name)
+        supervisor.on_ready(name, 0)
+    return supervisor
+
+
+def state(supervisor: Supervisor, name: str = "llm#0") -> str:
+    return supervisor.children[name].state
+
+
+def test_start_is_in_the_order_of_levels():
+    supervisor = Supervisor([Watched("gateway#0", 1), Watched("llm#0", 0)], POLICY)
+    assert supervisor.start(0) == [Start("llm#0"), Start("gateway#0")]
+
+
+def test_a_process_registers_loads_and_is_ready():
+    supervisor = started("llm#0", is_ready=False)
+    assert state(supervisor) == "starting"
+    supervisor.on_registered("llm#0")
+    assert state(supervisor) == "loading"
+    supervisor.on_ready("llm#0", 5 * S)
+    assert state(supervisor) == "ready"
+    assert supervisor.is_ready
+
+
+def test_load_failed_at_the_first_start_is_given_up_at_once_with_its_error():
+    supervisor = started("llm#0", is_ready=False)
+    supervisor.on_registered("llm#0")
+    assert supervisor.on_load_failed("llm#0", "no such model", "streamrt fetch") == [
+        GiveUp("llm#0", "no such model", "streamrt fetch", is_fatal=True)
+    ]
+    assert supervisor.on_exited("llm#0", 1, S) == []
+    assert state(supervisor) == "failed"
+    assert supervisor.next_ns is None
+
+
+@pytest.mark.parametrize(("status", "words"), [(-9, "killed by SIGKILL while loading"), (3, "exited with status 3 while loading")])
+def test_death_while_loading_for_the_first_time_is_given_up_at_once(status, words):
+    supervisor = started("llm#0", is_ready=False)
+    supervisor.on_registered("llm#0")
+    assert supervisor.on_exited("llm#0", status, S) == [GiveUp("llm#0", words, is_fatal=True)]
+
+
+def test_kill_from_starting():
+    supervisor = started("llm#0", is_ready=False)
+    assert supervisor.on_exited("llm#0", -11, S) == [GiveUp("llm#0", "killed by SIGSEGV while starting", is_fatal=True)]
+
+
+def test_a_first_load_that_takes_too_long_is_killed_and_given_up():
+    supervisor = started("llm#0", is_ready=False)
+    supervisor.on_registered("llm#0")
+    assert supervisor.next_ns == 30 * S
+    assert supervisor.tick(30 * S - 1) == []
+    assert supervisor.tick(30 * S) == [
+        Kill("llm#0", "not ready within 30 s"),
+        GiveUp("llm#0", "not ready within 30 s", "raise load_timeout_s in [deploy.llm]", is_fatal=True),
+    ]
+    assert supervisor.on_exited("llm#0", -9, 31 * S) == []
+
+
+def test_what_had_been_ready_is_restarted_after_a_delay():
+    supervisor = started("llm#0", "tts#0")
+    assert supervisor.on_exited("llm#0", -9, 100 * S) == []
+    assert state(supervisor) == "down"
+    assert supervisor.children["llm#0"].error == "killed by SIGKILL"
+    assert state(supervisor, "tts#0") == "ready"  # one for one
+    supervisor.on_heartbeat("tts#0", 100 * S)
+    assert supervisor.next_ns == 100 * S + S // 2
+    assert supervisor.tick(100 * S + S // 2) == [Start("llm#0")]
+    assert supervisor.children["llm#0"].restarts == 1
+
+
+def test_the_delay_doubles_up_to_its_limit_and_then_it_is_given_up():
+    supervisor = started("llm#0")
+    now, delays = 0, []
+    for _ in range(POLICY.max_restarts):
+        assert supervisor.on_exited("llm#0", 1, now) == []
+        delays.append((supervisor.next_ns - now) / S)
+        now = supervisor.next_ns
+        assert supervisor.tick(now) == [Start("llm#0")]
+        supervisor.on_ready("llm#0", now)
+    assert delays == [0.5, 1.0, 1.5]
+    assert supervisor.on_exited("llm#0", 1, now) == [GiveUp("llm#0", "exited with status 1; restarted 3 times within 60 s", is_fatal=False)]
+    assert state(supervisor) == "failed"
+    assert supervisor.tick(now + 3600 * S) == []
+
+
+def test_restarts_outside_the_window_are_forgiven():
+    supervisor = started("llm#0")
+    now = 0
+    for _ in range(3 * POLICY.max_restarts):
+        assert supervisor.on_exited("llm#0", 1, now) == []
+        assert supervisor.next_ns == now + S // 2
+        assert supervisor.tick(supervisor.next_ns) == [Start("llm#0")]
+        supervisor.on_ready("llm#0", now)
+        now += 61 * S
+
+
+def test_load_that_fails_after_having_been_ready_backs_off():
+    supervisor = started("llm#0")
+    supervisor.on_exited("llm#0", -9, 0)
+    supervisor.tick(S // 2)
+    supervisor.on_registered("llm#0")
+    assert supervisor.on_load_failed("llm#0", "out of memory") == []
+    assert supervisor.on_exited("llm#0", 3, S) == []
+    assert supervisor.children["llm#0"].error == "out of memory"
+    assert supervisor.next_ns == S + S
+
+
+def test_a_reload_that_takes_too_long_is_killed_and_tried_again():
+    supervisor = started("llm#0")
+    supervisor.on_exited("llm#0", -9, 0)
+    supervisor.tick(S // 2)
+    assert supervisor.tick(31 * S) == [Kill("llm#0", "not ready within 30 s")]
+    assert supervisor.tick(40 * S) == []
+    supervisor.on_exited("llm#0", -9, 40 * S)
+    assert supervisor.tick(41 * S) == [Start("llm#0")]
+
+
+def test_missed_heartbeats_count_from_ready_on_and_kill_once():
+    supervisor = started("llm#0")
+    supervisor.on_heartbeat("llm#0", 5 * S)
+    assert supervisor.tick(14 * S) == []
+    assert supervisor.tick(15 * S) == [Kill("llm#0", "no heartbeat for 10 s")]
+    supervisor.on_heartbeat("llm#0", 15 * S)  # too late
+    assert supervisor.next_ns is None
+    supervisor.on_exited("llm#0", -9, 16 * S)
+    assert supervisor.children["llm#0"].error == "no heartbeat for 10 s"
+    assert supervisor.tick(17 * S) == [Start("llm#0")]
+
+
+def test_a_late_word_from_the_dead_changes_nothing():
+    supervisor = started("llm#0")
+    supervisor.on_exited("llm#0", -9, 0)
+    supervisor.on_ready("llm#0", 0)
+    supervisor.on_heartbeat("llm#0", 0)
+    assert supervisor.on_load_failed("llm#0", "x") == []
+    assert supervisor.on_drained("llm#0", 0) == []
+    assert state(supervisor) == "down"
+
+
+def test_stopping_goes_from_the_last_level_to_the_first():
+    supervisor = started("gateway#0", "tts#0", "llm#0", "llm#1", levels=(2, 1, 0, 0))
+    assert supervisor.stop(0) == [Drain("gateway#0", 10.0)]
+    assert supervisor.on_drained("gateway#0", S) == [Stop("gateway#0")]
+    assert supervisor.on_exited("gateway#0", 0, 2 * S) == [Drain("tts#0", 8.0)]
+    assert supervisor.on_drained("tts#0", 2 * S) == [Stop("tts#0")]
+    assert supervisor.on_exited("tts#0", 0, 3 * S) == [Drain("llm#0", 7.0), Drain("llm#1", 7.0)]
+    assert supervisor.on_drained("llm#1", 3 * S) == [Stop("llm#1")]
+    assert supervisor.on_exited("llm#1", 0, 3 * S) == []
+    assert supervisor.on_drained("llm#0", 4 * S) == [Stop("llm#0")]
+    assert not supervisor.is_stopped
+    assert supervisor.on_exited("llm#0", 0, 4 * S) == []
+    assert supervisor.is_stopped
+
+
+def test_past_the_drain_what_is_left_is_stopped_and_then_killed():
+    supervisor = started("gateway#0", "llm#0", levels=(1, 0))
+    supervisor.stop(0)
+    assert supervisor.next_ns == 10 * S
+    assert supervisor.tick(10 * S) == [Stop("gateway#0"), Stop("llm#0")]
+    assert supervisor.on_drained("gateway#0", 10 * S) == []
+    assert supervisor.on_exited("gateway#0", 0, 11 * S) == []
+    assert supervisor.tick(10 * S + int(STOP_S * S)) == [Kill("llm#0", "did not stop in time")]
+    assert supervisor.next_ns is None
+
+
+def test_a_process_that_does_not_exit_when_told_is_killed_before_the_drain_is_over():
+    supervisor = started("llm#0")
+    supervisor.stop(0)
+    supervisor.on_drained("llm#0", S)
+    assert supervisor.next_ns == S + int(STOP_S * S)
+    assert supervisor.tick(supervisor.next_ns) == [Kill("llm#0", "did not stop in time")]
+
+
+def test_stop_without_draining():
+    supervisor = started("gateway#0", "llm#0", levels=(1, 0))
+    assert supervisor.stop(0, drain_s=0) == [Stop("gateway#0"), Stop("llm#0")]
+
+
+def test_stopped_twice_kills_all():
+    supervisor = started("gateway#0", "llm#0", levels=(1, 0))
+    supervisor.stop(0)
+    assert supervisor.stop(S) == [Kill("gateway#0", "stopped twice"), Kill("llm#0", "stopped twice")]
+    assert supervisor.stop(S) == []
+
+
+def test_the_error_of_a_failed_load_outlives_the_stop_that_follows():
+    supervisor = started("llm#0", is_ready=False)
+    supervisor.on_load_failed("llm#0", "no such model")
+    assert supervisor.stop(0, drain_s=0) == [Kill("llm#0", "stopped before it was ready")]
+    supervisor.on_exited("llm#0", -9, 0)
+    assert (state(supervisor), supervisor.children["llm#0"].error) == ("failed", "no such model")
+
+
+def test_what_has_not_loaded_is_killed_when_its_turn_to_stop_comes():
+    supervisor = started("gateway#0", "llm#0", levels=(1, 0), is_ready=False)
+    supervisor.on_ready("gateway#0", 0)
+    assert supervisor.stop(0) == [Drain("gateway#0", 10.0)]
+    supervisor.on_drained("gateway#0", 0)
+    assert supervisor.on_exited("gateway#0", 0, S) == [Kill("llm#0", "stopped before it was ready")]
+
+
+def test_nothing_is_restarted_while_stopping():
+    supervisor = started("llm#0", "tts#0")
+    supervisor.on_exited("llm#0", -9, 0)
+    supervisor.stop(0)
+    supervisor.on_drained("tts#0", 0)
+    assert supervisor.on_exited("tts#0", 0, 0) == []
+    assert supervisor.is_stopped
+    assert supervisor.tick(5 * S) == []
+
+
+def test_a_stop_before_anything_lives_is_done_at_once():
+    supervisor = Supervisor([Watched("llm#0")], POLICY)
+    assert supervisor.stop(0) == []
+    assert supervisor.is_stopped
