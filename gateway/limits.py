@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -67,7 +67,7 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
         status = response.status
         return response
     except ConnectionError:  # the client went away while we wrote, or the answer broke off: nothing more may follow
-        if isinstance(request.transport, asyncio.WriteTransport):
+        if request.transport is not None:
             request.transport.abort()
         return web.Response(status=status)
     except Exception:  # the server must outlive a fault in one handler; the client sees a 500 with the id to ask us about
@@ -76,8 +76,7 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
         status = response.status
         return response
     finally:
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else "unknown"  # bounded: a metric label
+        route = path_of(request) or "unknown"  # of the URL table, so that the metric's labels are bounded
         log.info(
             "request.done",
             id=request[REQUEST_ID],
@@ -155,17 +154,21 @@ def keys_of(headers: Mapping[str, str]) -> list[str]:
     return bearer + [protocol.removeprefix(WS_KEY_PREFIX) for protocol in offered if protocol.startswith(WS_KEY_PREFIX)]
 
 
+def path_of(request: web.Request) -> str:
+    """The request's URL as the table writes it, "" when it is not in the table."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else ""
+
+
 def is_open(request: web.Request) -> bool:
     """Whether the URL needs no key: liveness for probes, and the page, which asks its user for the key."""
-    resource = request.match_info.route.resource
-    path = resource.canonical if resource is not None else ""
+    path = path_of(request)
     return path == "/static" or any(route.is_open and route.path == path for route in request.app[ROUTES])
 
 
 def is_counted(request: web.Request) -> bool:
     """Whether the request takes one of `max_requests` places: WebSockets have their own bound, probes must always get through."""
-    resource = request.match_info.route.resource
-    path = resource.canonical if resource is not None else ""
+    path = path_of(request)
     return any(route.body is not None and route.path == path for route in request.app[ROUTES])
 
 
@@ -222,7 +225,7 @@ def bounded(server: web.Server, max_connections: int) -> Callable[[], asyncio.Pr
 
 class _Full(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+        transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one, but no subclass
         transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
         transport.close()
 

@@ -111,7 +111,7 @@ class _Link:
             await self._ws.close(message=self._talk.closed.encode())
         except TimeoutError:
             log.warning("client.slow", id=self._request[REQUEST_ID])
-            if isinstance(self._request.transport, asyncio.WriteTransport):
+            if self._request.transport is not None:
                 self._request.transport.abort()
         except ConnectionError:
             pass  # it has gone; the reader sees it too

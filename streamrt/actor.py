@@ -274,6 +274,7 @@ class Actor:
             case Refuse(reason=reason):
                 self._drop_early((work.request_id, work.epoch))
                 self._finish(running, "cancelled" if reason == "cancelled" else "refused", StreamrtError(reason))
+        self._send_windows(self.admission.rebalance())
 
     def _on_cancel(self, message: Cancel) -> None:
         self._drop_early((message.request_id, message.epoch))

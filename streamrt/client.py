@@ -480,6 +480,7 @@ class Client:
     def _on_peer_lost(self, peer: str) -> None:
         """The end of a channel, which is seen before the orchestrator can say it."""
         name, _, incarnation = peer.partition("/")
+        self._router.on_hang_up(name, incarnation)
         for call in list(self._calls.values()):
             replica = next((r for r in call._assignment.replicas.values() if r.name == name), None) if call._assignment else None
             if replica is not None and replica.incarnation == incarnation:

@@ -89,6 +89,7 @@ class Orchestrator:
         self._lane: LaneServer | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._publishing: asyncio.TimerHandle | None = None
+        self._publish_at = 0.0  # CLOCK_MONOTONIC, seconds
         self._ended = asyncio.Event()
         self._was_ready = False
 
@@ -294,12 +295,13 @@ class Orchestrator:
 
     def _changed(self, within_s: float = 0.0) -> None:
         """Publish soon; changes until then go along."""
-        loop = asyncio.get_running_loop()
+        due = time.monotonic() + within_s
         if self._publishing is not None:
-            if self._publishing.when() <= loop.time() + within_s:
+            if self._publish_at <= due:
                 return
             self._publishing.cancel()
-        self._publishing = loop.call_later(within_s, self._publish)
+        self._publish_at = due
+        self._publishing = asyncio.get_running_loop().call_later(within_s, self._publish)
 
     def _publish(self) -> None:
         if self._publishing is not None:

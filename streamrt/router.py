@@ -267,6 +267,12 @@ class Router:
         seat.window = max_requests
         return self._admit()
 
+    def on_hang_up(self, name: str, incarnation: str) -> None:
+        """A replica's channel has ended: its process is going, though the table does not say so yet. Nothing more is given to it."""
+        seat = self._seats.get(name)
+        if seat is not None and seat.replica.incarnation == incarnation:
+            seat.window = 0
+
     def on_finished(self, name: str, request_id: str, epoch: int = 0) -> list[Assignment]:
         """A request has ended on one replica: its credit is back."""
         self._free(name, (request_id, epoch))

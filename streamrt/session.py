@@ -121,6 +121,7 @@ class Item(msgspec.Struct):
     call_id: str = ""  # function_call, function_call_output
     arguments: str = ""  # function_call
     output: str = ""  # function_call_output
+    failure: tuple[str, str] | None = None  # why its audio was not understood: code, message
     audio_ms: float = 0.0  # assistant: audio given to the client
     spans: list[Span] = []
     truncated_of_ms: float = 0.0  # > 0: cut by the client from speech of this length; nothing is added any more
@@ -861,7 +862,7 @@ class Session:
         hearing = self._hearings[turn.call_id]
         # A client may send faster than it speaks: what was fed beyond the silence that ended the turn is of later turns.
         silence = int(self.rate_hz * ((self.settings.turn_detection or TurnDetection()).silence_duration_ms / 1000))
-        if hearing.fed > at + silence + self.rate_hz:
+        if hearing.fed > at + silence + self.rate_hz and not hearing.over:
             actions.append(CancelCall(turn.call_id, "superseded"))
             del self._hearings[turn.call_id]
             opened = self._open_transcribe(item.id)
@@ -871,7 +872,8 @@ class Session:
             actions += [opened, *self._feed(turn.call_id, at + silence)]
         hearing.committed = True
         hearing.samples = at - turn.start
-        actions.append(EndTranscribe(turn.call_id))
+        if not hearing.over:
+            actions.append(EndTranscribe(turn.call_id))
         if hearing.text and self.settings.tells_transcripts:
             actions.append(Tell(TranscriptDelta(item.id, hearing.text)))
         if hearing.over:
@@ -955,9 +957,12 @@ class Session:
         actions: list[Action] = []
         if self.settings.tells_transcripts:
             actions.append(Tell(TranscriptDone(hearing.item_id, text, hearing.samples / self.rate_hz)))
-        return [*actions, *self._heard(hearing.item_id, text)]
+        return [*actions, *self._heard(hearing.item_id)]
 
     def _transcript_failed(self, item_id: str, code: str, message: str) -> list[Action]:
+        for item in self.items:
+            if item.id == item_id:
+                item.failure = (code, message)
         actions: list[Action] = []
         if self.settings.tells_transcripts:
             actions.append(Tell(TranscriptFailed(item_id, code, message)))
@@ -968,7 +973,7 @@ class Session:
             self._owed = ""
         return actions
 
-    def _heard(self, item_id: str, text: str) -> list[Action]:
+    def _heard(self, item_id: str) -> list[Action]:
         """A transcript is there: go on with what has waited for it."""
         actions: list[Action] = []
         for answer in list(self._answers.values()):
@@ -976,7 +981,7 @@ class Session:
                 continue
             answer.waits.discard(item_id)
             if not answer.waits:
-                actions += self._open_answer(answer, text)
+                actions += self._open_answer(answer)
         return actions
 
     # -- answering
@@ -1004,21 +1009,16 @@ class Session:
             self._active = response.id
         answer.waits = {hearing.item_id for hearing in self._hearings.values() if hearing.committed} if answer.input is None else set()
         actions: list[Action] = [Tell(ResponseStarted(response.copy()))]
-        if answer.waits:
-            return actions
-        if answer.turn_item:  # the transcript was there, or had failed, before the turn ended
-            item = next((item for item in self.items if item.id == answer.turn_item), None)
-            part = item.parts[0] if item else Part("audio")
-            if part.text is None:
-                return [*actions, *self._stop_response(answer, "failed", "no_transcription", "The turn has no transcript.")]
-            return [*actions, *self._open_answer(answer, part.text)]
-        return [*actions, *self._open_answer(answer, "")]
+        return actions if answer.waits else [*actions, *self._open_answer(answer)]
 
-    def _open_answer(self, answer: Answering, text: str) -> list[Action]:
+    def _open_answer(self, answer: Answering) -> list[Action]:
         """Every transcript is there."""
-        if answer.turn_item and not text:
+        turn = next((item for item in self.items if item.id == answer.turn_item), None)
+        if turn is not None and turn.failure is not None:
+            return self._stop_response(answer, "failed", *turn.failure)
+        if turn is not None and not turn.text:
             return self._stop_response(answer, "completed")  # a noise, not words: nothing to answer
-        if answer.guess is not None and answer.call_id and answer.guess == text:
+        if turn is not None and answer.call_id and answer.guess == turn.text:
             answer.guess = None
             return [ReleaseRespond(answer.call_id)]
         actions: list[Action] = []

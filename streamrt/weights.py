@@ -40,6 +40,7 @@ from typing import IO, Any, Literal, NoReturn
 
 import msgspec
 
+from streamrt.config import PipelineConfig
 from streamrt.errors import ConfigError, MissingWeights
 from streamrt.stage import Stage
 
@@ -83,18 +84,16 @@ def parse(source: str, base_dir: Path = Path()) -> ModelSource:
     )
 
 
-def sources_of(stages: Iterable[tuple[type[Stage], Mapping[str, Any]]]) -> list[str]:
-    """Every model source that stages name, each once, in order. `stages`: class and `[stage.args]` of each stage of a pipeline.
+def sources_of(config: PipelineConfig, classes: Mapping[str, type[Stage]]) -> list[str]:
+    """Every model source that the stages of a pipeline name, each once, in order. `classes`: stage name -> its class.
 
     Which fields of the arguments hold sources is said by `Stage.models`; an empty one names no model.
     """
     found: dict[str, None] = {}
-    for cls, args in stages:
-        typed = msgspec.convert(dict(args), cls.Args) if cls.models else None
-        for field in cls.models:
-            source = getattr(typed, field)
-            if source:
-                found[source] = None
+    for stage in config.stages:
+        cls = classes[stage.name]
+        args = msgspec.convert(stage.args, cls.Args) if cls.models else None
+        found.update(dict.fromkeys(source for field in cls.models if (source := getattr(args, field))))
     return list(found)
 
 

@@ -5,6 +5,8 @@
     Data(number, header), payload            ------------->   on_chunk(lease)
     Cancel(request, epoch)                   ------------->   on_cancel
                                              <-------------   Released(numbers)      one message for all of a loop's turn
+    Leave                                    ------------->   on_lost
+                                             <-------------   Left                   all that was sent has come
 
 Knows frames and credit. Knows nothing of routes or models.
 
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 DIAL_S = 5.0  # for the connection and the answer to our Hello
-LINGER_S = 1.0  # for what is queued when we close
+LINGER_S = 1.0  # for what is on its way when we close
 _ENVELOPE_BYTES = 2**20  # room for a descriptor beside the largest payload
 
 
@@ -67,6 +69,11 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     epoch: int
 
 
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """The producer closes; the last message of a connection. A TCP socket that is closed with something unread takes back what it sent,
+    so the producer waits for Left."""
+
+
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
     """The Hello was right: chunks may come."""
 
@@ -81,6 +88,10 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag="released"):
     """Chunks whose credit comes back. An empty one asks nothing: it is how the consumer finds out whether a producer is still there."""
 
     numbers: list[int] = []
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+    """Answer to Leave: everything before it has arrived."""
 
 
 class TcpConnector(Connector):
@@ -159,7 +170,8 @@ class TcpOutlet(Outlet):
         self._windows = Windows(connector.options, connector.counters)
         self._on_their_way: dict[int, Loan] = {}
         self._next_number = 0
-        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # to our Hello
+        self._parted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the connection is of no more use
         options: dict[int, int | bytes] = {
             zmq.ROUTING_ID: secrets.token_hex(16).encode(),
             zmq.RECONNECT_IVL: -1,
@@ -170,6 +182,8 @@ class TcpOutlet(Outlet):
         try:
             self._socket.connect(endpoint, connector.curve)
             self._socket.send((_encode(Hello(VERSION, connector.name, connector.token)),))
+        except WouldBlock:  # the connection has failed already
+            self._end(Broken(f"{endpoint}: nobody listens there, or not to us"))
         except BaseException as error:
             self._end(Broken(str(error)))
             raise
@@ -211,10 +225,19 @@ class TcpOutlet(Outlet):
         self._windows.forget(request_id)
 
     async def close(self) -> None:
-        self._end(Closed(f"the outlet to {self.endpoint} was closed"), linger_s=LINGER_S)
+        """Waits: until the consumer has received what was sent, at most `LINGER_S`."""
+        if self.error is None:
+            connected = self._answer.done()
+            self._end(Closed(f"the outlet to {self.endpoint} was closed"), parted=not connected)
+            if connected:
+                try:
+                    self._post(Leave())
+                except Broken:  # then there is nobody to wait for either
+                    pass
+        await asyncio.wait((self._parted,), timeout=LINGER_S)
         await self._socket.close()
 
-    def _post(self, message: Data | Cancel, *payload: Any) -> None:
+    def _post(self, message: Data | Cancel | Leave, *payload: Any) -> None:
         try:
             self._socket.send((_encode(message), *payload))
         except WouldBlock:  # without a high-water mark that means: without a connection
@@ -236,6 +259,8 @@ class TcpOutlet(Outlet):
             case Accepted():
                 if not self._answer.done():
                     self._answer.set_result(None)
+            case Left():
+                self._end(Closed(f"we left {self.endpoint}"))
             case Refused(reason):
                 self._end(ProtocolError(f"{self.endpoint} refused us: {reason}"))
 
@@ -248,14 +273,17 @@ class TcpOutlet(Outlet):
                 self._socket.drain()
                 self._end(Broken(f"{self.endpoint}: the consumer is gone"))
 
-    def _end(self, error: TransportError, linger_s: float = 0.0) -> None:
+    def _end(self, error: TransportError, *, parted: bool = True) -> None:
+        """Nothing can be sent any more, for the first reason given; when `parted`, nothing will be heard either. Idempotent."""
         if self.error is None:
             self.error = error
             self._windows.end(error)
             self._on_their_way.clear()
             if not self._answer.done():
                 self._answer.set_result(None)
-            self._socket.shut(linger_s)
+        if parted and not self._parted.done():
+            self._parted.set_result(None)
+            self._socket.shut()
 
 
 class Listener:
@@ -293,7 +321,7 @@ class Listener:
             raise ValueError(f"host: got {host}, expected the address at which peers reach this machine")
         self.endpoint = self._socket.bind(f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*", self._connector.curve)
 
-    def post(self, routing_id: bytes, message: Accepted | Refused | Released) -> bool:
+    def post(self, routing_id: bytes, message: Accepted | Refused | Released | Left) -> bool:
         """False when that producer is gone."""
         try:
             self._socket.send((routing_id, _encode(message)))
@@ -322,6 +350,9 @@ class Listener:
                 self._arrive(producer, number, header, frames[2:])
             case Cancel(request_id, epoch) if producer is not None:
                 self._inlet.cancel(request_id, epoch)
+            case Leave() if producer is not None:
+                self.post(routing_id, Left())
+                self._lose(routing_id)
             case _:
                 log.warning("tcp.not_introduced peer=%r message=%s", routing_id, type(message).__name__)
 
@@ -362,14 +393,18 @@ class Listener:
             return
         dead, self._dead = self._dead, []
         for routing_id in dead:
-            producer = self._producers.pop(routing_id, None)
-            if producer is not None:
-                self._inlet.lose(producer.name)
+            self._lose(routing_id)
         self._dead = [routing_id for routing_id in self._suspects if not self.post(routing_id, Released())]
         if self._dead:
             # Its last messages may have come between the drain and our question.
             self._suspects.difference_update(self._dead)
             self._socket.drain_soon()
+
+    def _lose(self, routing_id: bytes) -> None:
+        producer = self._producers.pop(routing_id, None)
+        if producer is not None:
+            self._suspects.discard(routing_id)
+            self._inlet.lose(producer.name)
 
 
 class Producer:
@@ -404,5 +439,5 @@ def _again(error: TransportError) -> TransportError:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_consumer = msgspec.msgpack.Decoder(Hello | Data | Cancel)
-_to_producer = msgspec.msgpack.Decoder(Accepted | Refused | Released)
+_to_consumer = msgspec.msgpack.Decoder(Hello | Data | Cancel | Leave)
+_to_producer = msgspec.msgpack.Decoder(Accepted | Refused | Released | Left)

@@ -42,10 +42,7 @@ const talk = new Talk(transcript, {
     $("mute").disabled = !isOn;
   },
   level: (level) => $("talk").style.setProperty("--level", Math.min(1, level * 6).toFixed(3)),
-  turn(turn) {
-    $("turns-empty").hidden = true;
-    turns.add(turn);
-  },
+  turn: (turn) => turns.add(turn),
   timings: (event) => turns.explain(event),
   counters: (counters) => Object.assign(document.body.dataset, counters),
   problem: showProblem,

@@ -51,21 +51,28 @@ export class Talk {
     this.counters = { samplesSent: 0, samplesPlayed: 0, framesDropped: 0, underruns: 0, flushes: 0, turns: 0 };
     this.history = []; // {role, text} of finished lines
     this.muted = false;
+    this.attempt = 0; // number of starts and stops: the browser may ask for the microphone for longer than the user waits
+    this.audio = null;
+    this.connection = null;
+    this.replies = new Map(); // item id -> Reply that is being received or heard
+    this.latest = null; // the newest Reply
+    this.stoppedAtMs = 0; // when the user's turn ended; 0 once its reply is heard
   }
 
   /** Raises: MicrophoneError. */
   async start({ model, key, session }) {
+    const attempt = ++this.attempt;
     this.view.problem("");
     this.#set({ ...IDLE, on: true });
+    let audio;
     try {
-      this.audio = await Audio.open();
+      audio = await Audio.open();
     } catch (error) {
-      this.#set({ ...IDLE });
+      if (attempt === this.attempt) this.#set(IDLE);
       throw error;
     }
-    this.replies = new Map(); // item id -> Reply that is being received or heard
-    this.latest = null; // the newest Reply
-    this.stoppedAtMs = 0; // when the user's turn ended; 0 once its reply is heard
+    if (attempt !== this.attempt) return audio.close();
+    this.audio = audio;
     this.session = session;
     this.audio.muted = this.muted;
     this.audio.onLost = () => this.stop("The microphone is gone.");
@@ -88,17 +95,20 @@ export class Talk {
 
   async stop(problem = "") {
     if (!this.facts.on) return;
-    this.connection?.close();
+    const { audio, connection } = this;
+    this.attempt += 1;
+    this.audio = this.connection = null;
+    connection?.close();
     for (const reply of this.replies.values()) this.#finish(reply, "cut");
-    this.#set({ ...IDLE });
+    this.#set(IDLE);
     this.view.level(0);
     if (problem) this.view.problem(problem);
-    await this.audio.close();
+    await audio?.close();
   }
 
   mute(muted) {
     this.muted = muted;
-    if (this.facts.on) this.audio.muted = muted;
+    if (this.audio) this.audio.muted = muted;
   }
 
   on = {

@@ -13,14 +13,14 @@ const PARTS = [
   ["heard_ms", "sending"],
 ];
 
-/** The time from the end of speech to the first audio, as [{name, ms}]; what was done while something else was waited for is not in it. */
+/** The time from the end of speech to the first audio, as [{name, ms, colour}]; what was done while something else was waited for is not in it. */
 export function partsOf(timings) {
   let reached = 0;
-  return PARTS.flatMap(([point, name]) => {
+  return PARTS.flatMap(([point, name], colour) => {
     const ms = (timings[point] ?? 0) - reached;
     if (ms <= 0) return [];
     reached += ms;
-    return [{ name, ms }];
+    return [{ name, ms, colour }];
   });
 }
 
@@ -45,18 +45,18 @@ export class Turns {
     const parts = partsOf(timings);
     row.name.textContent = `${row.title}${timings.early ? " · begun before your turn was over" : ""}`;
     row.bar.replaceChildren(
-      ...parts.map(({ name, ms }, index) => {
+      ...parts.map(({ name, ms, colour }) => {
         const part = document.createElement("span");
-        part.className = `part part-${index % 5}`;
+        part.className = `part part-${colour}`;
         part.style.flexGrow = ms;
         part.title = `${name} ${Math.round(ms)} ms`;
         return part;
       }),
     );
     row.legend.replaceChildren(
-      ...parts.map(({ name, ms }, index) => {
+      ...parts.map(({ name, ms, colour }) => {
         const entry = document.createElement("span");
-        entry.className = `key part-${index % 5}`;
+        entry.className = `key part-${colour}`;
         entry.textContent = `${name} ${Math.round(ms)} ms`;
         return entry;
       }),

@@ -22,6 +22,11 @@ class GrowingLayer(DynamicLayer):
     """One layer's keys and values, as views of buffers that double when full: a step copies its own token, not all before it."""
 
     is_croppable = False
+    is_initialized: bool
+    keys: torch.Tensor
+    values: torch.Tensor
+    _key_buffer: torch.Tensor  # (1, heads, room, head size)
+    _value_buffer: torch.Tensor
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         start = self.get_seq_length()

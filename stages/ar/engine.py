@@ -156,12 +156,15 @@ class CausalEngine:
     def has_work(self) -> bool:
         return any(sequence.is_runnable for sequence in self._turns)
 
-    @torch.inference_mode()
     def step(self) -> list[Output]:
         """One forward pass of the next sequence in turn."""
         sequence = next(s for s in self._turns if s.is_runnable)
         self._turns.remove(sequence)
         self._turns.append(sequence)
+        with torch.inference_mode():
+            return self._advance(sequence)
+
+    def _advance(self, sequence: Sequence) -> list[Output]:
         began = time.perf_counter()
         # 1. the beginning that is known already
         if sequence.cache is None:
@@ -170,7 +173,9 @@ class CausalEngine:
             sequence.computed = sequence.cached
         # 2. one pass
         tokens = sequence.tokens[sequence.computed : sequence.computed + self._prefill_tokens]
-        logits = self.runner.forward(tokens, sequence.cache)
+        cache, sequence.cache = sequence.cache, None  # nobody keeps a cache that a failed pass has left half written
+        logits = self.runner.forward(tokens, cache)
+        sequence.cache = cache
         sequence.computed += len(tokens)
         if sequence.computed < len(sequence.tokens):
             return []

@@ -6,6 +6,8 @@ Activations share one scale per forward pass, so what a token gives depends a li
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -19,7 +21,10 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().float()
         scales = (weight.abs().amax(1) / 127).clamp(min=1e-12).double()
-        quantized = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8)
+        with warnings.catch_warnings():
+            # torch means to remove quantized tensors; nothing else in it runs int8 fast on AVX2 yet. `quantize` looks whether they are there.
+            warnings.simplefilter("ignore", UserWarning)
+            quantized = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8)
         bias = None if linear.bias is None else linear.bias.detach().float()
         self._packed = torch.ops.quantized.linear_prepack(quantized, bias)
         self._reduce_range = reduce_range
@@ -31,7 +36,7 @@ class Int8Linear(nn.Module):
 
 def quantize(model: nn.Module, *, has_vnni: bool) -> None:
     """Put an `Int8Linear` in the place of every linear layer of `model`, which is float32 and on the CPU."""
-    if torch.backends.quantized.engine == "none":
+    if torch.backends.quantized.engine == "none" or not hasattr(torch, "quantize_per_channel"):
         raise ConfigError('dtype: this build of torch has no int8 kernels for this processor: choose "float32"', param="dtype")
     found = 0
     for parent in list(model.modules()):

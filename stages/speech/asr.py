@@ -257,5 +257,7 @@ def _is_believed(segment: Any) -> bool:
 
 
 def _segment(found: Any) -> Segment:
-    words = None if found.words is None else [{"word": w.word.strip(), "start": round(w.start, 3), "end": round(w.end, 3)} for w in found.words]
-    return Segment(found.text, found.start, found.end, words)
+    words = None
+    if found.words is not None:
+        words = [{"word": w.word.strip(), "start": round(float(w.start), 3), "end": round(float(w.end), 3)} for w in found.words]
+    return Segment(found.text, float(found.start), float(found.end), words)

@@ -98,7 +98,7 @@ class ClauseSplitter:
             if word is None:  # white space to the end
                 if is_end and ends:
                     return start, ends[-1], len(text)
-                return None if ends or here == len(text) else self._skip(text, here, is_end=is_end)
+                return None if ends or here == len(text) else (len(text),) * 3
             begin, end = word.span(1)
             following = _WORD.match(text, end)
             is_whole = is_end or (following is not None and following.start(1) > end)
@@ -132,10 +132,6 @@ class ClauseSplitter:
                 cut = _breathing_place(text, start, ends, breath.max_words)
                 return start, cut, cut
             here = end
-
-    @staticmethod
-    def _skip(text: str, here: int, *, is_end: bool) -> tuple[int, int, int] | None:
-        return (len(text), len(text), len(text)) if is_end else None
 
 
 def _boundary(word: str, gap: str, after: str, *, is_first: bool) -> int:
@@ -338,8 +334,10 @@ def _say_time(written: str) -> str:
 def _say_unit(written: str) -> str:
     match = re.match(r"([\d,]*\d(?:\.\d+)?)\s*(.+)", written)
     assert match is not None
-    unit = UNITS[match[2].lower()]
-    return f" {number_in_words(match[1])} {unit[:-1] if match[1] == '1' and unit.endswith('s') else unit} "
+    first, space, rest = UNITS[match[2].lower()].partition(" ")
+    if match[1] == "1":
+        first = "foot" if first == "feet" else first.removesuffix("s")
+    return f" {number_in_words(match[1])} {first}{space}{rest} "
 
 
 def _say_range(written: str) -> str:

@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from playwright.async_api import async_playwright
 
 from streamrt import Pipeline
-
-playwright = pytest.importorskip("playwright.async_api")
 
 HEARD = "What is the capital of France?"
 REPLY = "The capital of France is Paris. " + "It lies on the river Seine, and many people live there. " * 8  # about 19 s of tone
@@ -98,7 +97,7 @@ def open_page(chromium: str, voice_url: str, tmp_path: Path) -> OpenPage:
         write_wav(wav, [*says, (30.0, 0.0)])
         arguments = ["--no-sandbox", "--use-fake-device-for-media-stream", f"--use-file-for-fake-audio-capture={wav}%noloop"]
         arguments.append("--use-fake-ui-for-media-stream" if allowed else "--deny-permission-prompts")
-        async with playwright.async_playwright() as browsers:
+        async with async_playwright() as browsers:
             browser = await browsers.chromium.launch(executable_path=chromium, args=arguments)
             page = await browser.new_page(**context)
             problems: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,13 +11,17 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from streamrt import AsyncPipeline, Pipeline, StageFailed, StreamrtError
 from tests.pipelines import VOICE_SCRIPT, Running, children_of, run_cli, up
+
+T = TypeVar("T")
 
 ECHO = '[pipeline]\nname = "echo"\n[[stage]]\nname = "echo"\nuse = "echo"\n'
 
@@ -137,19 +142,19 @@ def test_a_hanging_stage_is_killed_and_comes_back() -> None:
 
 
 def test_sigterm_lets_what_runs_finish_and_admits_nothing_more() -> None:
-    slow = '[pipeline]\nname = "drain"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 700\n'
+    slow = '[pipeline]\nname = "drain"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 4000\n'
     with up(slow, gateway=False) as run, Pipeline(name="drain") as pipeline:
-        chunks = pipeline.stream("one")
+        answer = in_background(lambda: pipeline.generate("one").text)
         run.wait_for(lambda: run.rows()["s#0"]["info"]["running"] == 1)
         run.process.send_signal(signal.SIGTERM)
-        assert "".join(chunk.text for chunk in chunks) == "one"
+        assert answer.result(10) == "one"
         assert run.process.wait(10) == 0
 
 
 def test_the_second_sigterm_does_not_wait() -> None:
     slow = '[pipeline]\nname = "twice"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 60000\n[run]\ndrain_s = 60\n'
     with up(slow, gateway=False) as run, Pipeline(name="twice") as pipeline:
-        chunks = pipeline.stream("one", timeout_s=60)
+        answer = in_background(lambda: pipeline.generate("one").text)
         run.wait_for(lambda: run.rows()["s#0"]["info"]["running"] == 1)
         run.process.send_signal(signal.SIGTERM)
         run.wait_for(lambda: run.rows()["s#0"]["state"] == "draining")
@@ -158,7 +163,7 @@ def test_the_second_sigterm_does_not_wait() -> None:
         run.process.wait(10)
         assert time.monotonic() - start < 4
         with pytest.raises(StreamrtError):
-            list(chunks)
+            answer.result(10)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +208,17 @@ async def test_a_stage_that_raises_fails_that_request_alone() -> None:
             assert (await pipeline.generate("well")).text == "well"
             with pytest.raises(StreamrtError):
                 await pipeline.generate("die")
-            run.wait_for(lambda: run.rows()["c#0"]["state"] == "ready")
+            await asyncio.to_thread(run.wait_for, lambda: run.rows()["c#0"]["state"] == "ready")
             assert (await pipeline.generate("again")).text == "again"
 
 
 async def test_a_request_that_has_sent_nothing_is_retried_on_another_replica() -> None:
-    slow = '[pipeline]\nname = "retry"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 1500\n[deploy.s]\nreplicas = 2\n'
+    slow = '[pipeline]\nname = "retry"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 3000\n[deploy.s]\nreplicas = 2\n'
     with up(slow, gateway=False) as run:
         async with AsyncPipeline(name=run.name) as pipeline:
             call = await pipeline.submit("respond", "again")
-            busy = run.wait_for(lambda: next(name for name, row in run.rows().items() if row["info"].get("running") == 1))
-            run.kill(busy)
+            assert call._assignment is not None
+            run.kill(call._assignment.replicas["s"].name)
             assert await call.text() == "again"
 
 
@@ -231,6 +236,13 @@ name = "tts"
 use = "testing.tone"
 inputs = ["llm"]
 """
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _answers(run: Running) -> bool:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 
 import gateway
 from streamrt import Client, Pipeline
@@ -65,6 +66,11 @@ inputs = ["slow"]
 [tasks]
 respond = "slow"
 """
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """The loop that the gateway process runs on; its transports differ from asyncio's own."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from streamrt import session as s
 from streamrt.session import Abilities, Limits, Refused, Session, Settings, Span, TurnDetection, Wish, heard_text
 
@@ -342,7 +343,9 @@ def test_an_answer_outside_of_the_conversation_runs_beside_it_and_leaves_nothing
     driver = Driver(MANUAL)
     driver.do(driver.session.create_response())
     inside = driver.call("OpenRespond")
-    wish = Wish(in_conversation=False, instructions="Sum up.", input=(s.Item("x", role="user", parts=[s.Part("text", "abc")]),), metadata={"a": "b"})
+    wish = Wish(
+        in_conversation=False, instructions="Sum up.", input=(s.Item("x", role="user", parts=[s.Part("text", "abc")]),), metadata={"a": "b"}
+    )
     driver.do(driver.session.create_response(wish))
     assert [m["content"] for m in driver.opened[-1].params["messages"]] == ["Sum up.", "abc"]
     driver.answer("short")
@@ -600,7 +603,9 @@ def test_no_sequence_breaks_the_rules(data, first, ops):
                 case "audio":
                     actions = session.on_audio(some_call("OpenRespond"), None, data.draw(st.integers(0, 500)), RATE, 0, 3)
                 case "responded":
-                    actions = over("OpenRespond", lambda call: session.on_responded(call, data.draw(st.sampled_from(["stop", "length"])), {}))
+                    actions = over(
+                        "OpenRespond", lambda call: session.on_responded(call, data.draw(st.sampled_from(["stop", "length"])), {})
+                    )
                 case "respond fails":
                     actions = over("OpenRespond", lambda call: session.on_respond_failed(call, "stage_failed", "x"))
                 case "listen fails":

@@ -55,7 +55,6 @@ class Stranger:
         self._socket.send_multipart([frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame) for frame in frames])
 
     def leave(self) -> None:
-        """Returns when all that was said has gone out."""
         self._socket.close()
         self._context.term()
 
@@ -88,8 +87,11 @@ async def test_nothing_is_heard_before_a_right_hello(tcps: Make, inbox: Inbox, c
     stranger.say(tcp.Cancel("r", 0))
     stranger.say(Hello(tcp.VERSION + 1, "stranger", "right"))
     stranger.say(Data(0, header), b"")
+    stranger.say(Hello(tcp.VERSION, "stranger", "right"))
+    stranger.say(tcp.Leave())
+    async with asyncio.timeout(5):
+        assert await inbox.lost.get() == "stranger"
     stranger.leave()
-    assert await passes(await tcps("producer", token="right").dial(endpoint), inbox)
     assert inbox.leases.empty()
     assert inbox.cancelled.empty()
     assert caplog.text.count("tcp.not_introduced") == 3
@@ -115,10 +117,11 @@ async def test_garbage_is_dropped(tcps: Make, inbox: Inbox, caplog: pytest.LogCa
     stranger.say(Hello(tcp.VERSION, "stranger", ""))
     stranger.say(said)
     stranger.say(said, said, said)
-    stranger.leave()
-    assert await passes(await tcps("producer").dial(endpoint), inbox)
+    stranger.say(tcp.Leave())
     async with asyncio.timeout(5):
         assert await inbox.lost.get() == "stranger"
+    stranger.leave()
+    assert await passes(await tcps("producer").dial(endpoint), inbox)
     assert caplog.text.count("tcp.undecodable peer='stranger'") == 2
 
 
@@ -202,6 +205,23 @@ async def test_everything_sent_arrives_before_its_producer_is_lost(tcps: Make, i
             assert await inbox.lost.get() == f"producer-{round_}"
         assert [inbox.leases.get_nowait().header.seq for _ in range(200)] == list(range(200))
         assert inbox.leases.empty()
+
+
+async def test_what_was_sent_survives_a_close_while_releases_come_in(tcps: Make, inbox: Inbox) -> None:
+    endpoint = await inbox.open(tcps("consumer"))
+
+    async def take_all() -> list[int]:
+        return [(await inbox.take())[0].seq for _ in range(40)]
+
+    for round_ in range(20):
+        producer = tcps(f"producer-{round_}")
+        outlet = await producer.dial(endpoint)
+        taking = asyncio.create_task(take_all())
+        await _send_many(outlet, 40)
+        await producer.close()
+        async with asyncio.timeout(5):
+            assert await taking == list(range(40))
+            assert await inbox.lost.get() == f"producer-{round_}"
 
 
 async def test_connections_that_come_and_go_are_not_taken_for_one_another(tcps: Make, inbox: Inbox) -> None:
