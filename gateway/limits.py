@@ -48,44 +48,36 @@ CORS_MAX_AGE_S = 600
 
 @web.middleware
 async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives each request its id, its one log line, and turns what it raises into the one error body."""
+    """Gives each request its id, its one log line and its count, and turns what it raises into the one error body."""
     started = time.monotonic()
     request[REQUEST_ID] = _request_id(request.headers)
     status = 499  # until there is an answer: the client went away
     try:
-        response = await handler(request)
-        status = response.status
-        return response
-    except StreamrtError as error:
-        response = errors.response(error)
-        status = response.status
-        return response
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        response = errors.response(_from_http(error, request))
-        status = response.status
-        return response
-    except ConnectionError:  # the client went away while we wrote, or the answer broke off: nothing more may follow
-        if request.transport is not None:
-            request.transport.abort()
-        return web.Response(status=status)
-    except Exception:  # the server must outlive a fault in one handler; the client sees a 500 with the id to ask us about
-        log.exception("request.fault", id=request[REQUEST_ID], path=request.path)
-        response = errors.response(StreamrtError(f"internal error; the log knows more under {request[REQUEST_ID]}"))
+        response = await _answer(request, handler)
         status = response.status
         return response
     finally:
         route = path_of(request) or "unknown"  # of the URL table, so that the metric's labels are bounded
-        log.info(
-            "request.done",
-            id=request[REQUEST_ID],
-            method=request.method,
-            route=route,
-            status=status,
-            ms=(time.monotonic() - started) * 1000,
-        )
+        ms = (time.monotonic() - started) * 1000
+        log.info("request.done", id=request[REQUEST_ID], method=request.method, route=route, status=status, ms=ms)
         request.app[CLIENT].metrics.count("streamrt_http_requests_total", route, str(status))
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What the handler returns, or the response for what it raises."""
+    try:
+        return await handler(request)
+    except StreamrtError as error:
+        return errors.response(error)
+    except web.HTTPException as error:
+        return errors.response(_from_http(error, request))
+    except ConnectionError:  # the client went away while we wrote, or the answer broke off: nothing more may follow
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=499)
+    except Exception:  # the server must outlive a fault in one handler; the client sees a 500 with the id to ask us about
+        log.exception("request.fault", id=request[REQUEST_ID], path=request.path)
+        return errors.response(StreamrtError(f"internal error; the log knows more under {request[REQUEST_ID]}"))
 
 
 def admission(config: GatewayConfig, key: str) -> Middleware:

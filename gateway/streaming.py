@@ -80,6 +80,11 @@ async def byte_response(request: web.Request, pieces: AsyncGenerator[bytes, None
         except StreamrtError as error:
             log.warning("stream.failed", id=request[REQUEST_ID], code=error.code, error=error.message)
             raise ConnectionAbortedError("the answer broke off") from error  # `envelope` cuts the connection
+        except ConnectionError:
+            raise
+        except Exception as error:  # the headers are out: no answer but to break off
+            log.exception("request.fault", id=request[REQUEST_ID], path=request.path)
+            raise ConnectionAbortedError("the answer broke off") from error
         await response.write_eof()
     return response
 

@@ -29,7 +29,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,6 @@ from typing import IO, Any, Literal, NoReturn
 
 import msgspec
 
-from streamrt.config import PipelineConfig
 from streamrt.errors import ConfigError, MissingWeights
 from streamrt.stage import Stage
 
@@ -84,16 +82,15 @@ def parse(source: str, base_dir: Path = Path()) -> ModelSource:
     )
 
 
-def sources_of(config: PipelineConfig, classes: Mapping[str, type[Stage]]) -> list[str]:
-    """Every model source that the stages of a pipeline name, each once, in order. `classes`: stage name -> its class.
+def sources_of(stages: Iterable[tuple[type[Stage], Mapping[str, Any]]]) -> list[str]:
+    """Every model source that stages name, each once, in order. `stages`: class and `[stage.args]` of each stage of a pipeline.
 
     Which fields of the arguments hold sources is said by `Stage.models`; an empty one names no model.
     """
     found: dict[str, None] = {}
-    for stage in config.stages:
-        cls = classes[stage.name]
-        args = msgspec.convert(stage.args, cls.Args) if cls.models else None
-        found.update(dict.fromkeys(source for field in cls.models if (source := getattr(args, field))))
+    for cls, args in stages:
+        typed = msgspec.convert(dict(args), cls.Args) if cls.models else None
+        found.update(dict.fromkeys(source for field in cls.models if (source := getattr(typed, field))))
     return list(found)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -56,6 +55,7 @@ class Running:
         self.process = process
         self.name = name
         self.url = url  # of the gateway, "" when there is none
+        self.took_s = 0.0  # from start to ready, where a test has measured it
         self.output = output  # what `up` printed until it was ready
 
     @property
@@ -131,20 +131,29 @@ def start(path: Path, *options: str, env: dict[str, str] | None = None) -> Runni
     """`streamrt up path`, and wait for its word. Raises AssertionError with what it printed when it ends instead."""
     command = [sys.executable, "-m", "streamrt", "up", str(path), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})})
+    running = Running(process, "", "", "")
+    try:
+        running.output = _read_until_ready(process)
+    except BaseException:
+        running.down()
+        raise
+    running.name = running.output.rpartition(" is ready after")[0].rpartition("\n")[2]
+    running.url = next(iter(running.facts["gateways"]), "")
+    return running
+
+
+def _read_until_ready(process: subprocess.Popen[bytes]) -> str:
     assert process.stdout is not None
     deadline = time.monotonic() + START_S
     output = b""
-    while (ready := re.search(rb"^(\S+) is ready after", output, re.MULTILINE)) is None:
+    while b" is ready after" not in output:
         if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            process.terminate()
             raise AssertionError(f"not ready in time:\n{output.decode()}")
         piece = os.read(process.stdout.fileno(), 65536)
         if not piece:
             raise AssertionError(f"ended with {process.wait()}:\n{output.decode()}")
         output += piece
-    name = ready[1].decode()
-    facts = json.loads((Path(os.environ["STREAMRT_RUN_ROOT"]) / name / "run.json").read_text())
-    return Running(process, name, next(iter(facts["gateways"]), ""), output.decode())
+    return output.decode()
 
 
 def children_of(pid: int) -> list[int]:

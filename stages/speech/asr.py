@@ -119,7 +119,7 @@ class FasterWhisper(Stage):
         audio = heard.finish()
         is_first = True
         async for segment in self._segments(audio, options, made, made_of):
-            meta = {"start_s": round(segment.start_s, 3), "end_s": round(segment.end_s, 3), "language": self._language(options)}
+            meta: dict[str, Any] = {"start_s": round(segment.start_s, 3), "end_s": round(segment.end_s, 3), "language": self._language(options)}
             if segment.words is not None:
                 meta["words"] = segment.words
             yield text_chunk(segment.text.lstrip() if is_first else segment.text, **meta)

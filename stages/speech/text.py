@@ -46,7 +46,7 @@ ABBREVIATIONS = {
 }  # fmt: skip
 ALWAYS_SHORT = {"mr", "mrs", "ms", "dr", "prof", "e.g", "i.e", "vs", "approx", "dept", "vol"}  # never the end of a sentence
 CONNECTORS = frozenset(
-    "and or but because which that who when where while with without for in on at to of from by as is are was were than if so".split()
+    "and or but because which that who when where while with without for in on at to of from by as is are was were than if so".split()  # noqa: SIM905
 )
 FENCE = "```"
 _WORD = re.compile(r"\s*(\S+)")
@@ -200,12 +200,13 @@ def spoken(text: str) -> str:
 
 
 ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-)
-TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
+    "zero one two three four five six seven eight nine ten "
+    "eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+).split()  # noqa: SIM905
+TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
 ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth", "twelve": "twelfth"}
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
 MONEY = {
     "$": ("dollar", "cent"), "€": ("euro", "cent"), "£": ("pound", "penny"), "¥": ("yen", ""), "₹": ("rupee", "paisa"),
 }  # fmt: skip
@@ -246,11 +247,8 @@ def cardinal(number: int) -> str:
 def ordinal(number: int) -> str:
     """21 -> "twenty first"."""
     head, _, last = cardinal(number).rpartition(" ")
-    if last in ORDINALS:
-        last = ORDINALS[last]
-    else:
-        last = f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th"
-    return f"{head} {last}".strip()
+    regular = f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th"
+    return f"{head} {ORDINALS.get(last, regular)}".strip()
 
 
 def year(number: int) -> str:

@@ -34,7 +34,7 @@ LEAD_FRAMES, TAIL_FRAMES = 3, 6  # kept around the sound: breath and decay
 FADE = FRAME // 2  # samples
 SPEEDS = (0.5, 2.0)  # what Kokoro speaks well; beyond, the nearest of these
 ASKED_SPEEDS = (0.25, 4.0)  # what the API allows to ask for
-STOCK_VOICES = frozenset("alloy ash ballad coral echo fable nova onyx sage shimmer verse marin cedar".split())  # OpenAI's names
+STOCK_VOICES = frozenset("alloy ash ballad coral echo fable nova onyx sage shimmer verse marin cedar".split())  # OpenAI's names  # noqa: SIM905
 
 
 class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
