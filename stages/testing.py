@@ -198,7 +198,12 @@ class ToneTts(Stage):
         raise UnknownVoice(f'voice: got "{voice}", expected "tone" or "tone-<hertz>"', param="voice")
 
     def describe(self) -> dict[str, Any]:
-        return {"model": "tone", "voices": ["tone", *(f"tone-{hz}" for hz in range(200, 3001, 100))], "default_voice": "tone", "sample_rate_hz": self.rate_hz}
+        return {
+            "model": "tone",
+            "voices": ["tone", *(f"tone-{hz}" for hz in range(200, 3001, 100))],
+            "default_voice": "tone",
+            "sample_rate_hz": self.rate_hz,
+        }
 
 
 class Ramp(Stage):

@@ -207,7 +207,12 @@ class Actor:
 
     def state(self) -> dict[str, Any]:
         """Small facts for the heartbeat."""
-        return {"running": self.admission.running, "queued": self.admission.queued, "max_requests": self.admission.max_requests, **self.stage.state()}
+        return {
+            "running": self.admission.running,
+            "queued": self.admission.queued,
+            "max_requests": self.admission.max_requests,
+            **self.stage.state(),
+        }
 
     # ---- what arrives ------------------------------------------------------------------------------------------------
 
@@ -303,7 +308,8 @@ class Actor:
         time_left = None if work.time_left_s is None else max(0.0, work.time_left_s - (running.started_ns - running.arrived_ns) / 1e9)
         deadline = None if time_left is None else running.started_ns + int(time_left * 1e9)
         request = Request(work.request_id, work.task, work.params, work.epoch, deadline)
-        outcome, error = "completed", None
+        outcome = "completed"
+        error: Exception | None = None
         try:
             async with asyncio.timeout(time_left):
                 await self._stream(running, request)
@@ -384,10 +390,10 @@ class Actor:
         running.cancel_cause = cause
         for outlet in running.outlets:
             outlet.cancel(running.work.request_id, running.work.epoch)
-        if running.task is None:  # still queued
-            self._end(running, "cancelled", Cancelled(cause=cause))
-        else:
+        if running.task is not None:
             running.task.cancel()
+        if not running.started_ns:  # still queued, or its task has not had its first step and will never have it
+            self._end(running, "cancelled", Cancelled(cause=cause))
 
     def _end(self, running: _Running, outcome: str, error: BaseException | None) -> None:
         work = running.work

@@ -65,7 +65,9 @@ class Result:
 class AsyncPipeline:
     """A pipeline for asyncio. Starts (or joins) on `async with`; ends what it started on the way out."""
 
-    def __init__(self, path: str | Path | None = None, *, name: str | None = None, overrides: Sequence[str] = (), gateway: bool = False) -> None:
+    def __init__(
+        self, path: str | Path | None = None, *, name: str | None = None, overrides: Sequence[str] = (), gateway: bool = False
+    ) -> None:
         """
         Args:
             path: a pipeline.toml to start as a run of its own.
@@ -112,13 +114,17 @@ class AsyncPipeline:
             self._client = None
         await self._stop()
 
-    async def submit(self, task: str | None, prompt: Any = None, *, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any) -> Call:
+    async def submit(
+        self, task: str | None, prompt: Any = None, *, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
+    ) -> Call:
         """Start a request and return its `Call`; see `generate` for the arguments."""
         task = task or self._only_task(prompt)
         inputs, more = _as_input(prompt)
         return await self.client.submit(task, {**more, **params}, inputs, outputs=outputs, timeout_s=timeout_s)
 
-    async def generate(self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any) -> Result:
+    async def generate(
+        self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
+    ) -> Result:
         """Run one request to its end.
 
         Args:
@@ -133,7 +139,9 @@ class AsyncPipeline:
         call = await self.submit(task, prompt, outputs=outputs, timeout_s=timeout_s, **params)
         return Result([chunk async for chunk in call], call.timings)
 
-    async def stream(self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
+    ) -> AsyncIterator[Chunk]:
         """`generate`, chunk by chunk. Leaving the loop early cancels the request."""
         call = await self.submit(task, prompt, outputs=outputs, timeout_s=timeout_s, **params)
         try:
@@ -186,7 +194,9 @@ class AsyncPipeline:
 class Pipeline:
     """`AsyncPipeline` for plain Python: the same arguments and methods, blocking. Its event loop runs on a thread of its own."""
 
-    def __init__(self, path: str | Path | None = None, *, name: str | None = None, overrides: Sequence[str] = (), gateway: bool = False) -> None:
+    def __init__(
+        self, path: str | Path | None = None, *, name: str | None = None, overrides: Sequence[str] = (), gateway: bool = False
+    ) -> None:
         self._inner = AsyncPipeline(path, name=name, overrides=overrides, gateway=gateway)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="streamrt", daemon=True)
@@ -214,11 +224,15 @@ class Pipeline:
         finally:
             self._end()
 
-    def generate(self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any) -> Result:
+    def generate(
+        self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
+    ) -> Result:
         """See `AsyncPipeline.generate`."""
         return self._run(self._inner.generate(prompt, task=task, outputs=outputs, timeout_s=timeout_s, **params))  # type: ignore[no-any-return]
 
-    def stream(self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
+    ) -> Iterator[Chunk]:
         """See `AsyncPipeline.stream`."""
         # One chunk is taken at a time, so a slow reader holds the stages back and nothing piles up here.
         call: Call = self._run(self._inner.submit(task, prompt, outputs=outputs, timeout_s=timeout_s, **params))

@@ -26,7 +26,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 PipelineFile = Annotated[Path, typer.Argument(help="a pipeline.toml", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(help="the run's name; may be left out when only one is up", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="override a key: --set stage.llm.args.max_tokens=200", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="override a key: --set stage.llm.args.max_tokens=200", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -83,7 +85,9 @@ def up(
 
     del to_json
     display = make_display(config, quiet=ready_fd >= 0)
-    orchestrator = Orchestrator(config, graph, plan, trace=trace, on_change=display.change, on_ready=lambda addresses: _ready(display, ready_fd, addresses))
+    orchestrator = Orchestrator(
+        config, graph, plan, trace=trace, on_change=display.change, on_ready=lambda addresses: _ready(display, ready_fd, addresses)
+    )
     try:
         with display:
             status = uvloop.run(orchestrator.run())
@@ -175,7 +179,9 @@ def fetch(pipeline: PipelineFile, overrides: Overrides = None) -> None:
 def talk(
     wav: Annotated[Path, typer.Argument(help="what the user says: a mono or stereo WAV file", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="write the spoken reply to this WAV file")] = None,
-    run_name: Annotated[str | None, typer.Option("--run", help="which run; may be left out when only one is up", show_default=False)] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="which run; may be left out when only one is up", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say a WAV file to a voice pipeline that is up; print the transcript, the reply and where the time went."""
@@ -227,7 +233,14 @@ def _need_weights(config: Any, classes: Any, fetch: bool) -> None:
 def _detach(name: str) -> None:
     """Start the same command again in a session of its own, and wait until it says that it is ready."""
     read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "streamrt", *(word for word in sys.argv[1:] if word not in ("-d", "--detach")), "--ready-fd", str(write_fd)]
+    command = [
+        sys.executable,
+        "-m",
+        "streamrt",
+        *(word for word in sys.argv[1:] if word not in ("-d", "--detach")),
+        "--ready-fd",
+        str(write_fd),
+    ]
     folder = log_dir(name)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "orchestrator.log").open("wb") as log:
@@ -266,7 +279,13 @@ async def _tables() -> list[dict[str, Any]]:
     rows = []
     for run in list_runs():
         assert run.facts is not None
-        row: dict[str, Any] = {"name": run.name, "pid": run.facts.pid, "gateways": run.facts.gateways, "pipeline": run.facts.pipeline_path, "replicas": []}
+        row: dict[str, Any] = {
+            "name": run.name,
+            "pid": run.facts.pid,
+            "gateways": run.facts.gateways,
+            "pipeline": run.facts.pipeline_path,
+            "replicas": [],
+        }
         member = Member(run, f"ps-{os.getpid()}")
         try:
             async with asyncio.timeout(5):

@@ -49,7 +49,9 @@ TABLE_S = 20.0
 class Call:
     """One request, as its caller sees it. Made by `Client.submit`; ended by its stages, by its deadline or by `cancel`."""
 
-    def __init__(self, client: Client, request_id: str, task: str, params: dict[str, Any], route: TaskRoute, deadline_ns: int | None) -> None:
+    def __init__(
+        self, client: Client, request_id: str, task: str, params: dict[str, Any], route: TaskRoute, deadline_ns: int | None
+    ) -> None:
         self.id = request_id
         self.task = task
         self.params = params
@@ -195,7 +197,9 @@ class Client:
         self._is_closed = False
 
     @classmethod
-    async def connect(cls, run: RunDir | str | None = None, *, kind: str = "client", name: str | None = None, member: Member | None = None) -> Client:
+    async def connect(
+        cls, run: RunDir | str | None = None, *, kind: str = "client", name: str | None = None, member: Member | None = None
+    ) -> Client:
         """Join a run that is up: its folder, its name, or None for the only one. Raises NotRunning."""
         if not isinstance(run, RunDir):
             run = RunDir.find(run)

@@ -235,8 +235,8 @@ class Conversation:
         if self._timer is not None:
             self._timer.cancel()
         self.do(self.session.close())
-        for running in list(self._running.values()):
-            self._cancel(running, "disconnected")
+        for call_id in list(self._running):
+            self._cancel(call_id, "disconnected")
         self._outbox.end()
         if kind is not None and issubclass(kind, asyncio.CancelledError):
             await self._group.__aexit__(kind, error, trace)  # from outside, or because a task of ours has failed
@@ -308,8 +308,7 @@ class Conversation:
                     if call_id in self._running:
                         self._running[call_id].released.set()
                 case s.CancelCall(call_id, cause):
-                    if call_id in self._running:
-                        self._cancel(self._running[call_id], cause)
+                    self._cancel(call_id, cause)
                 case s.DropAudio(before):
                     self._microphone.drop(before)
                 case s.Close(reason):
@@ -390,10 +389,12 @@ class Conversation:
             running.feed.end(discard=True)
             if running.call is not None:
                 running.call.cancel(running.cause)  # after its end this is nothing
-            if self._running.get(call_id) is running:
-                del self._running[call_id]
+            self._running.pop(call_id, None)
 
-    def _cancel(self, running: _Running, cause: str) -> None:
+    def _cancel(self, call_id: str, cause: str) -> None:
+        running = self._running.pop(call_id, None)  # here: a task that is cancelled before its first step runs no `finally`
+        if running is None:
+            return
         running.cause = cause
         running.feed.end(discard=True)
         if running.call is not None:

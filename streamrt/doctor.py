@@ -48,10 +48,16 @@ def examine() -> list[Finding]:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         found = ", ".join(f"{m} {_version(m)}" for m in modules if m not in missing)
-        findings.append(Finding(f"[{extra}]", not missing, found or "not installed", f"pip install 'streamrt[{extra}]'" if missing else "", is_optional=True))
+        findings.append(
+            Finding(
+                f"[{extra}]", not missing, found or "not installed", f"pip install 'streamrt[{extra}]'" if missing else "", is_optional=True
+            )
+        )
     cache = Path(os.environ.get("STREAMRT_CACHE", "~/.cache/streamrt")).expanduser()
     weights = sorted(path.name for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".")) if cache.is_dir() else []
-    findings.append(Finding("weights", bool(weights), ", ".join(weights) or "none", "" if weights else "streamrt fetch pipeline.toml", is_optional=True))
+    findings.append(
+        Finding("weights", bool(weights), ", ".join(weights) or "none", "" if weights else "streamrt fetch pipeline.toml", is_optional=True)
+    )
     return findings
 
 
@@ -61,7 +67,12 @@ def _shared_memory() -> Finding:
         return Finding("/dev/shm", False, "missing", "mount a tmpfs there")
     free = shutil.disk_usage(path).free
     small = free < GIB // 4
-    return Finding("/dev/shm", True, f"{free / GIB:.1f} GiB free", "small: rings fall back to memfd, which counts as the process's memory" if small else "")
+    return Finding(
+        "/dev/shm",
+        True,
+        f"{free / GIB:.1f} GiB free",
+        "small: rings fall back to memfd, which counts as the process's memory" if small else "",
+    )
 
 
 def _open_files() -> Finding:

@@ -1,20 +1,20 @@
 """What can go wrong, named by whose fault it is. The gateway maps this tree to HTTP in one table.
 
-    StreamrtError               code
-    +-- ConfigError             config            the pipeline file, a flag or the machine can not do what is asked
-    |   +-- MissingWeights      missing_weights   a model file is not in the cache; says the exact `streamrt fetch` line
-    +-- BadRequest              bad_request       the caller's input
-    |   +-- UnknownTask         unknown_task      no stage of this pipeline does that
-    |   +-- UnknownModel        unknown_model     no such model
-    |   +-- UnknownVoice        unknown_voice     no such voice
-    |   +-- TooLong             too_long          text, audio or prompt over the limit
-    +-- Overloaded              overloaded        the queue is full; try again later
-    +-- Unavailable             unavailable       a stage is not ready, or its process was lost before anything was sent
-    +-- StageFailed             stage_failed      a stage raised, or its process died in mid-stream
-    +-- Expired                 expired           the request's deadline passed
-    +-- Cancelled               cancelled         somebody ended it; `cause` says who
-    +-- NotRunning              not_running       no pipeline of that name is up
-    +-- AlreadyRunning          already_running   a pipeline of that name is up already
+StreamrtError               code
++-- ConfigError             config            the pipeline file, a flag or the machine can not do what is asked
+|   +-- MissingWeights      missing_weights   a model file is not in the cache; says the exact `streamrt fetch` line
++-- BadRequest              bad_request       the caller's input
+|   +-- UnknownTask         unknown_task      no stage of this pipeline does that
+|   +-- UnknownModel        unknown_model     no such model
+|   +-- UnknownVoice        unknown_voice     no such voice
+|   +-- TooLong             too_long          text, audio or prompt over the limit
++-- Overloaded              overloaded        the queue is full; try again later
++-- Unavailable             unavailable       a stage is not ready, or its process was lost before anything was sent
++-- StageFailed             stage_failed      a stage raised, or its process died in mid-stream
++-- Expired                 expired           the request's deadline passed
++-- Cancelled               cancelled         somebody ended it; `cause` says who
++-- NotRunning              not_running       no pipeline of that name is up
++-- AlreadyRunning          already_running   a pipeline of that name is up already
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ METRICS: dict[str, Definition] = {
     "streamrt_restarts_total": Definition("counter", ("process",), "Times that a process was restarted"),
     "streamrt_client_requests_total": Definition("counter", ("task", "outcome"), "Requests as their client saw them end"),
     "streamrt_client_request_seconds": Definition("histogram", ("task",), "From submit to the end, as the client saw it"),
-    "streamrt_client_first_chunk_seconds": Definition("histogram", ("task", "modality"), "From submit to the first chunk of a modality (TTFT, TTFA)"),
+    "streamrt_client_first_chunk_seconds": Definition(
+        "histogram", ("task", "modality"), "From submit to the first chunk of a modality (TTFT, TTFA)"
+    ),
     "streamrt_client_waiting_requests": Definition("gauge", ("process",), "Requests that wait for work credit in a client"),
     "streamrt_cancels_total": Definition("counter", ("cause",), "Requests cancelled, by cause"),
     "streamrt_http_requests_total": Definition("counter", ("route", "status"), "HTTP requests answered"),

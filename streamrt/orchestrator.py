@@ -35,7 +35,21 @@ from streamrt.supervisor import Action, Drain, GiveUp, Kill, Start, Stop, Superv
 from transport import messages
 from transport.errors import TransportError
 from transport.lanes import LaneServer
-from transport.messages import Answer, Drained, Heartbeat, LoadFailed, Progress, Query, Ready, Register, Rejected, Replica, Table, ToOrchestrator, Welcome
+from transport.messages import (
+    Answer,
+    Drained,
+    Heartbeat,
+    LoadFailed,
+    Progress,
+    Query,
+    Ready,
+    Register,
+    Rejected,
+    Replica,
+    Table,
+    ToOrchestrator,
+    Welcome,
+)
 
 log = get_logger("streamrt.orchestrator")
 
@@ -107,7 +121,9 @@ class Orchestrator:
             self._lane = await LaneServer.bind(f"ipc://{run.socket('control')}", ToOrchestrator, self._on_message)
             live = await asyncio.start_unix_server(self._hold, str(run.socket("live")))
             run.socket("live").chmod(0o600)
-            self._facts = RunFacts(self.config.name, new_token(), new_token(), os.getpid(), process_started(os.getpid()), self._lane.endpoint, self.config.file)
+            self._facts = RunFacts(
+                self.config.name, new_token(), new_token(), os.getpid(), process_started(os.getpid()), self._lane.endpoint, self.config.file
+            )
             run.publish(self._facts)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop)
@@ -165,7 +181,12 @@ class Orchestrator:
         path = self._run.logs / f"{process.name.replace('#', '-')}.log"
         with path.open("ab" if self._supervisor.children[process.name].restarts else "wb") as output:
             child.popen = subprocess.Popen(
-                process.command(self._run.path), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                process.command(self._run.path),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         child.pidfd = os.pidfd_open(child.popen.pid)
         if process.cores:

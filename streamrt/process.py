@@ -66,12 +66,14 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         welcome = await member.join("stage")
         config = member.pipeline
         deploy = config.deployed(stage_name)
-        lane = await LaneServer.bind(f"ipc://{run.socket(f'work-{member.name}')}", ToReplica, life.on_work)
+        lane = await LaneServer.bind(f"ipc://{run.socket(f'work-{member.name}-{member.incarnation[:6]}')}", ToReplica, life.on_work)
         life.push(lane.close)
         connectors: dict[str, Connector] = {}
         endpoints: dict[str, str] = {}
         for scheme in {config.deployed(stage.name).connector for stage in config.stages}:
-            connector = make_connector(scheme, member.identity, run.path, deploy.connector_options(), token=run.facts.token if run.facts else "")
+            connector = make_connector(
+                scheme, member.identity, run.path, deploy.connector_options(), token=run.facts.token if run.facts else ""
+            )
             endpoints[scheme] = await connector.open(life.on_chunk, life.on_peer_lost, life.on_cancel_in_lane)
             connectors[scheme] = connector
             life.push(connector.close)
@@ -115,7 +117,7 @@ async def _gateway(run: RunDir, name: str, replica: int) -> int:
     async with _Life(run, f"{name}#{replica}") as life:
         client = await Client.connect(run, kind="gateway", name=f"{name}#{replica}", member=life.member)
         life.push(client.close)
-        serve = getattr(importlib.import_module("gateway"), "serve")
+        serve = importlib.import_module("gateway").serve
         stop = asyncio.Event()
 
         def ready(address: str) -> None:
@@ -182,7 +184,8 @@ class _Life:
         """Until we are to go; a drain that is asked for first is carried out and answered."""
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
-            await asyncio.wait([stopped, self._drain_s], return_when=asyncio.FIRST_COMPLETED)
+            waiting: list[asyncio.Future[Any]] = [stopped, self._drain_s]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if self._drain_s.done() and not stopped.done():
                 await drain(self._drain_s.result())
                 self.member.drained()

@@ -60,7 +60,9 @@ class RunDir:
         if lock_fd < 0:
             facts = _read_facts(root / name)
             pid = f" (pid {facts.pid})" if facts else ""
-            raise AlreadyRunning(f'pipeline "{name}" is up already{pid}', hint=f"streamrt down {name}, or give this one another [pipeline] name")
+            raise AlreadyRunning(
+                f'pipeline "{name}" is up already{pid}', hint=f"streamrt down {name}, or give this one another [pipeline] name"
+            )
         path = root / name
         if len(os.fsencode(path)) > 70:
             raise ConfigError(f"run folder: {path} is too long for a socket's address", hint="set STREAMRT_RUN_ROOT to a short path")
@@ -165,7 +167,10 @@ def _root() -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"run folder: {root} belongs to somebody else or is open to others", hint="set STREAMRT_RUN_ROOT to a folder of your own, mode 0700")
+        raise ConfigError(
+            f"run folder: {root} belongs to somebody else or is open to others",
+            hint="set STREAMRT_RUN_ROOT to a folder of your own, mode 0700",
+        )
     return root
 
 

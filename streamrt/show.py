@@ -109,7 +109,9 @@ def print_runs(rows: Sequence[dict[str, Any]]) -> None:
     """The runs that are up, as `ps` shows them."""
     console = Console()
     for run in rows:
-        console.print(f"{run['name']}  pid {run['pid']}  {' '.join(run['gateways'])}  {run.get('error', '')}", markup=False, highlight=False)
+        console.print(
+            f"{run['name']}  pid {run['pid']}  {' '.join(run['gateways'])}  {run.get('error', '')}", markup=False, highlight=False
+        )
         grid = Grid(box=None, pad_edge=True, show_edge=False)
         for title in ("process", "state", "pid", "running", "queued", "max", "restarts", ""):
             grid.add_column(title)
@@ -130,7 +132,9 @@ def fetch_with_progress(sources: Sequence[str], folder: Path) -> None:
         def progress(step: weights.Progress) -> None:
             if step.source not in tasks:
                 tasks[step.source] = bar.add_task(step.source, total=step.total_bytes or None)
-            bar.update(tasks[step.source], description=f"{step.source} {step.what}", completed=step.done_bytes, total=step.total_bytes or None)
+            bar.update(
+                tasks[step.source], description=f"{step.source} {step.what}", completed=step.done_bytes, total=step.total_bytes or None
+            )
 
         weights.fetch_all(sources, progress, base_dir=folder)
     for source in sources:

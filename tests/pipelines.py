@@ -1,7 +1,7 @@
 """Real pipelines for tests: `streamrt up` in processes of its own, on a free port, under a folder that the test run owns.
 
-    with up(VOICE_SCRIPT) as run:
-        run.url, run.name, run.pids(), run.kill("llm#0"), run.rows()
+with up(VOICE_SCRIPT) as run:
+    run.url, run.name, run.pids(), run.kill("llm#0"), run.rows()
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def up(pipeline: str | Path, *options: str, env: dict[str, str] | None = None, g
 def start(path: Path, *options: str, env: dict[str, str] | None = None) -> Running:
     """`streamrt up path`, and wait for its word. Raises AssertionError with what it printed when it ends instead."""
     command = [sys.executable, "-m", "streamrt", "up", str(path), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}
+    )
     running = Running(process, "", "", "")
     try:
         running.output = _read_until_ready(process)
@@ -170,4 +172,6 @@ def children_of(pid: int) -> list[int]:
 def run_cli(*words: str, timeout_s: float = 60.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """One `streamrt` command to its end."""
     command: Sequence[str] = [sys.executable, "-m", "streamrt", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}
+    )

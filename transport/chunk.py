@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -159,15 +160,16 @@ def end_chunk(*, port: str = "", **meta: Any) -> Chunk:
 def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], list[np.ndarray], int]:
     """Specs, C-contiguous arrays and total bytes of a payload that holds `tensors` one after the other, 64-byte aligned.
 
-    An array named "text" of uint8 travels as dtype "utf8"; arrays of bits that numpy can not name come as
-    `(array, dtype name)` from `stages/tensors.py` through `ndarray.dtype.metadata["carries"]`.
+    An array named "text" of uint8 travels as dtype "utf8". Bits that numpy can not name come as an array of their width whose
+    dtype says so: `np.dtype("uint16", metadata={"carries": "bfloat16"})`.
     """
     specs: list[TensorSpec] = []
     arrays: list[np.ndarray] = []
     offset = 0
     for name, array in tensors.items():
         array = np.asarray(array, order="C")  # keeps 0-d as it is
-        carried = (array.dtype.metadata or {}).get("carries") if array.dtype.metadata else None
+        metadata: Mapping[str, Any] | None = array.dtype.metadata
+        carried = (metadata or {}).get("carries")
         dtype = str(carried) if carried else ("utf8" if name == "text" and array.dtype == np.uint8 else array.dtype.name)
         specs.append(TensorSpec(name, dtype, array.shape, offset, array.nbytes))
         arrays.append(array)

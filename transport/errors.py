@@ -7,6 +7,8 @@
     +-- TooLarge        the payload can never fit; waiting would not help
     +-- NoSpace         shared memory is too small for what was asked at start
     +-- ProtocolError   the peer said something that this version does not understand
+
+Names say whose fault it is.
 """
 
 

@@ -76,6 +76,11 @@ class Inbound:
         self._thread = threading.get_ident()
         self._lane = Lane(sock, buffer, channel.to_consumer, self._on_message, self._on_end, takes_fd=True)
 
+    @property
+    def is_live(self) -> bool:
+        """It has introduced itself and is not gone."""
+        return self.peer != "" and self._lane.reading
+
     def close(self) -> None:
         """Hang up; the producer takes its slots back. Views that live stay valid memory. Idempotent."""
         if not self._lane.closed:

@@ -81,7 +81,7 @@ class ShmConnector(Connector):
 
     def stats(self) -> ConnectorStats:
         counters, arena = self._counters, self._arena
-        counters.peers = sum(inbound.peer != "" for inbound in self._inbounds) + len(self._outlets)
+        counters.peers = sum(inbound.is_live for inbound in self._inbounds) + len(self._outlets)
         counters.slots_in_use = arena.slots_in_use if arena else 0
         counters.bytes_in_use = arena.bytes_in_use if arena else 0
         counters.bytes_total = arena.bytes_total if arena else 0

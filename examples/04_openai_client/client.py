@@ -1,7 +1,7 @@
 """The official `openai` client against a voice pipeline that is up: chat, speech, transcription and realtime, no private options.
 
-    streamrt up examples/03_voice/pipeline.toml --detach
-    python examples/04_openai_client/client.py http://127.0.0.1:8000
+streamrt up examples/03_voice/pipeline.toml --detach
+python examples/04_openai_client/client.py http://127.0.0.1:8000
 """
 
 import asyncio
@@ -25,7 +25,9 @@ for chunk in client.chat.completions.create(
 print()
 
 # 2. Text to speech, then that speech back to text.
-with client.audio.speech.with_streaming_response.create(model="tts-1", voice="alloy", input="The weather is nice today.", response_format="wav") as speech:
+with client.audio.speech.with_streaming_response.create(
+    model="tts-1", voice="alloy", input="The weather is nice today.", response_format="wav"
+) as speech:
     spoken = speech.read()
 heard = client.audio.transcriptions.create(model="whisper-1", file=("speech.wav", spoken))
 print("heard:", heard.text)
@@ -50,7 +52,10 @@ async def ask(question: bytes) -> None:
         print(f"realtime: {transcript} ({num_bytes / 48000:.1f} s of audio)")
 
 
-with client.audio.speech.with_streaming_response.create(
-    model="tts-1", voice="alloy", input="What is the capital of France?", response_format="wav"
-) as speech, wave.open(io.BytesIO(speech.read())) as question:
+with (
+    client.audio.speech.with_streaming_response.create(
+        model="tts-1", voice="alloy", input="What is the capital of France?", response_format="wav"
+    ) as speech,
+    wave.open(io.BytesIO(speech.read())) as question,
+):
     asyncio.run(ask(question.readframes(question.getnframes())))

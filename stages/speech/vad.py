@@ -175,6 +175,8 @@ class _Ear:
         self._resampler: Resampler | None = None
         self._carry = np.zeros(0, np.float32)  # samples at MODEL_HZ that do not fill a window yet
         self._heard = 0  # samples at MODEL_HZ before `_carry`
+        self._came = 0  # samples of the input
+        self._deaf = 0  # samples at MODEL_HZ to pass over: they came before `forget`, and the resampler still held them
         self._context = np.zeros(CONTEXT, np.float32)
         self._state = np.zeros(STATE_SHAPE, np.float32)
 
@@ -183,6 +185,7 @@ class _Ear:
             self._resampler = Resampler(rate_hz, MODEL_HZ)
         elif rate_hz != self._resampler.from_hz:
             raise BadRequest(f"sample rate: got {rate_hz} in a stream of {self._resampler.from_hz} Hz", param="sample_rate_hz")
+        self._came += len(samples)
         return await self._take(self._resampler.push(samples))
 
     async def finish(self) -> list[Chunk]:
@@ -203,8 +206,13 @@ class _Ear:
         self.detector.reset()
         self._heard += len(self._carry)
         self._carry = np.zeros(0, np.float32)
+        if self._resampler is not None:
+            self._deaf = max(0, self._came * MODEL_HZ // self._resampler.from_hz - self._heard)
 
     async def _take(self, samples: np.ndarray) -> list[Chunk]:
+        if self._deaf:
+            passed = min(self._deaf, len(samples))
+            self._heard, self._deaf, samples = self._heard + passed, self._deaf - passed, samples[passed:]
         audio = np.concatenate([self._carry, samples])
         whole = len(audio) // WINDOW
         windows, self._carry = audio[: whole * WINDOW].reshape(whole, WINDOW), audio[whole * WINDOW :]

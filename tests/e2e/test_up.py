@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import pytest
 
 from streamrt import AsyncPipeline, Pipeline, StageFailed, StreamrtError
-from tests.pipelines import VOICE_SCRIPT, Running, children_of, run_cli, up
+from tests.pipelines import Running, children_of, run_cli, up
 
 T = TypeVar("T")
 
 ECHO = '[pipeline]\nname = "echo"\n[[stage]]\nname = "echo"\nuse = "echo"\n'
-
 
 
 def post(url: str, body: dict[str, Any], timeout_s: float = 30.0) -> Any:
@@ -71,7 +70,9 @@ def test_a_killed_stage_fails_what_it_served_and_comes_back() -> None:
             with pytest.raises(StageFailed, match=stage.partition("#")[0]):
                 list(chunks)
             assert time.monotonic() - start < 2
-            run.wait_for(lambda stage=stage, killed=killed: run.pids().get(stage, killed) != killed and run.rows()[stage]["state"] == "ready")
+            run.wait_for(
+                lambda stage=stage, killed=killed: run.pids().get(stage, killed) != killed and run.rows()[stage]["state"] == "ready"
+            )
             assert "word" in pipeline.generate("hi", max_tokens=2, timeout_s=20).text
             assert run.rows()[stage]["restarts"] == 1
 
@@ -213,7 +214,9 @@ async def test_a_stage_that_raises_fails_that_request_alone() -> None:
 
 
 async def test_a_request_that_has_sent_nothing_is_retried_on_another_replica() -> None:
-    slow = '[pipeline]\nname = "retry"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 3000\n[deploy.s]\nreplicas = 2\n'
+    slow = (
+        '[pipeline]\nname = "retry"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 3000\n[deploy.s]\nreplicas = 2\n'
+    )
     with up(slow, gateway=False) as run:
         async with AsyncPipeline(name=run.name) as pipeline:
             call = await pipeline.submit("respond", "again")

@@ -105,7 +105,7 @@ def test_what_is_spoken_is_understood(client: OpenAI) -> None:
     assert len(sentences) >= 10
     heard = [hear(client, speak(client, sentence)) for sentence in sentences]
     rate = jiwer.wer(sentences, heard, reference_transform=WORDS, hypothesis_transform=WORDS)
-    assert rate <= MAX_WER, [pair for pair in zip(sentences, heard, strict=True)]
+    assert rate <= MAX_WER, list(zip(sentences, heard, strict=True))
 
 
 @pytest.mark.parametrize("form", ["wav", "mp3", "opus", "flac"])
@@ -159,7 +159,9 @@ def test_a_sentence_is_spoken_before_the_model_has_ended_the_reply(client: OpenA
 
 
 def test_the_openai_example_runs(voice: Running) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "examples/04_openai_client/client.py"), voice.url], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/04_openai_client/client.py"), voice.url], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "weather" in done.stdout.lower()
@@ -178,7 +180,7 @@ def test_bad_input_is_refused_and_the_server_goes_on(client: OpenAI, voice: Runn
     def speech(**fields: Any) -> tuple[int, dict[str, Any]]:
         return post("/v1/audio/speech", json.dumps({"model": "tts-1", "voice": "alloy", "input": "hello", **fields}).encode())
 
-    form = b"--b\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nwhisper-1\r\n--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\n\r\nnot a wav\r\n--b--\r\n"
+    form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nnot a wav\r\n--b--\r\n'
     cases = {
         "broken JSON": post("/v1/chat/completions", b"{"),
         "an unreadable WAV": post("/v1/audio/transcriptions", form, "multipart/form-data; boundary=b"),

@@ -52,7 +52,9 @@ def main() -> None:
         try:
             question = Path(folder) / "question.wav"
             body = {"model": "tts-1", "voice": "alloy", "input": args.text, "response_format": "wav"}
-            request = urllib.request.Request(f"{running.url}/v1/audio/speech", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                f"{running.url}/v1/audio/speech", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
             question.write_bytes(urllib.request.urlopen(request).read())
             reports = []
             for _ in range(args.turns):
@@ -69,11 +71,17 @@ def main() -> None:
     for key in STEPS:
         values = sorted(report["timings"][key] for report in reports if report["timings"].get(key) is not None)
         if values:
-            rows[key] = {"median": statistics.median(values), "p99": values[min(len(values) - 1, int(len(values) * 0.99))], "n": len(values)}
+            rows[key] = {
+                "median": statistics.median(values),
+                "p99": values[min(len(values) - 1, int(len(values) * 0.99))],
+                "n": len(values),
+            }
     machine = f"{len(os.sched_getaffinity(0))} CPUs, {_cpu()}, Python {platform.python_version()}"
     command = f"python tests/perf/bench_voice.py --turns {args.turns}"
     if args.json:
-        print(json.dumps({"machine": machine, "command": command, "start_s": start_s, "rows": rows, "transcript": reports[-1]["transcript"]}))
+        print(
+            json.dumps({"machine": machine, "command": command, "start_s": start_s, "rows": rows, "transcript": reports[-1]["transcript"]})
+        )
         return
     print(f"machine   {machine}\ncommand   {command}\nstart     {start_s:.1f} s from `streamrt up` to ready\n")
     print(f"question  {reports[-1]['transcript']}\nreply     {reports[-1]['reply']}\n")

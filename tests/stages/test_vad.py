@@ -21,7 +21,7 @@ LEVEL = {"S": 0.9, "s": 0.42, ".": 0.05}
         ("SSss..", ["started 0"]),  # going on at a lower level is no silence
         ("SS...", ["started 0", "paused 2"]),
         ("SS...S", ["started 0", "paused 2", "resumed 5"]),
-        ("SS...s..", ["started 0", "paused 2"]),  # but in a silence it is no speech
+        ("SS...s..", ["started 0", "paused 2", "stopped 2"]),  # but in a silence it is no speech
         ("SS..S...", ["started 0", "paused 5"]),
         ("SS......", ["started 0", "paused 2", "stopped 2"]),  # 6 windows are over 180 ms
         ("SS......SS......", ["started 0", "paused 2", "stopped 2", "started 8", "paused 10", "stopped 10"]),
