@@ -15,9 +15,12 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
+
+import msgspec
 
 from streamrt.admission import Admission, Admit, Queue, Refuse
 from streamrt.errors import Cancelled, Expired, StageFailed, StreamrtError
@@ -34,6 +37,7 @@ from transport.messages import Cancel, Finished, Join, Leave, Window, Work
 log = get_logger("streamrt.actor")
 
 EARLY_CHUNK_S = 1.0  # a chunk that comes before its work item waits this long for it
+DEADLINE = "deadline"  # the cause of a cancel that is none: the request expires
 
 
 class Inbox:
@@ -137,11 +141,13 @@ class _Running:
     def __init__(self, client: str, work: Work, arrived_ns: int) -> None:
         self.client = client
         self.work = work
+        self.key = (work.request_id, work.epoch)
         self.inbox = Inbox(work.sources)
         self.arrived_ns = arrived_ns
         self.started_ns = 0
         self.first_chunk_ns = 0
         self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None  # of its deadline
         self.cancel_cause = ""
         self.outlets: list[Outlet] = []
 
@@ -175,6 +181,7 @@ class Actor:
         self._lane: LaneServer | None = None
         self._requests: dict[tuple[str, int], _Running] = {}
         self._early: dict[tuple[str, int], list[Lease]] = {}
+        self._clients: frozenset[str] = frozenset()  # as the membership last had them
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
@@ -199,20 +206,24 @@ class Actor:
             await self._idle.wait()
 
     async def close(self) -> None:
+        self._draining = True
         for running in list(self._requests.values()):
             self._cancel(running, "shutdown")
+        for key in list(self._early):
+            self._drop_early(key)
         while self._tasks:
             await asyncio.wait(self._tasks)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def state(self) -> dict[str, Any]:
         """Small facts for the heartbeat."""
-        return {
-            "running": self.admission.running,
-            "queued": self.admission.queued,
-            "max_requests": self.admission.max_requests,
-            **self.stage.state(),
-        }
+        try:
+            own = msgspec.to_builtins(self.stage.state())
+        except Exception:  # the stage's own code; without a heartbeat the whole replica would be taken for dead
+            log.exception("stage.state_failed", stage=self.name)
+            own = {}
+        counts = {"running": self.admission.running, "queued": self.admission.queued, "max_requests": self.admission.max_requests}
+        return {**counts, **own}
 
     # ---- what arrives ------------------------------------------------------------------------------------------------
 
@@ -240,11 +251,12 @@ class Actor:
         else:  # its work item is still on the way; what never gets one is given back
             if key not in self._early:
                 self._early[key] = []
-                asyncio.get_running_loop().call_later(EARLY_CHUNK_S, self._drop_early, key)
+                asyncio.get_running_loop().call_later(EARLY_CHUNK_S, self._give_up_early, key)
             self._early[key].append(lease)
 
     def on_cancel_in_lane(self, request_id: str, epoch: int) -> None:
         """The producer has cancelled: nothing more will come, so what still waits for it ends."""
+        self._drop_early((request_id, epoch))
         running = self._requests.get((request_id, epoch))
         if running is not None:
             self._cancel(running, "upstream")
@@ -257,8 +269,10 @@ class Actor:
 
     def on_clients(self, alive: frozenset[str]) -> None:
         """The membership has changed: requests of clients that are gone end here."""
-        for client in self.admission.clients - alive:
+        # A client's Join may overtake the table that first lists it, so only who has been listed can be gone.
+        for client in self._clients - alive:
             self.on_client_lost(client)
+        self._clients = alive
 
     def on_client_lost(self, client: str) -> None:
         for running in [r for r in self._requests.values() if r.client == client]:
@@ -268,18 +282,27 @@ class Actor:
     def _on_work(self, client: str, work: Work) -> None:
         running = _Running(client, work, time.monotonic_ns())
         if self._draining:
+            self._drop_early(running.key)
             self._finish(running, "refused", StreamrtError("this replica is draining"))
             return
-        match self.admission.offer(client, work.request_id, work.epoch):
+        match self.admission.offer(client, *running.key):
             case Admit():
-                self._requests[work.request_id, work.epoch] = running
+                self._accept(running)
                 self._start(running)
             case Queue():
-                self._requests[work.request_id, work.epoch] = running
+                self._accept(running)
             case Refuse(reason=reason):
-                self._drop_early((work.request_id, work.epoch))
+                self._drop_early(running.key)
                 self._finish(running, "cancelled" if reason == "cancelled" else "refused", StreamrtError(reason))
         self._send_windows(self.admission.rebalance())
+
+    def _accept(self, running: _Running) -> None:
+        """From now on its chunks go to its inbox, those that came before it first."""
+        self._requests[running.key] = running
+        for lease in self._early.pop(running.key, ()):
+            running.inbox.put(lease)
+        if running.work.time_left_s is not None:
+            running.timer = asyncio.get_running_loop().call_later(max(0.0, running.work.time_left_s), self._cancel, running, DEADLINE)
 
     def _on_cancel(self, message: Cancel) -> None:
         self._drop_early((message.request_id, message.epoch))
@@ -292,9 +315,6 @@ class Actor:
     # ---- one request ---------------------------------------------------------------------------------------------------
 
     def _start(self, running: _Running) -> None:
-        key = (running.work.request_id, running.work.epoch)
-        for lease in self._early.pop(key, ()):
-            running.inbox.put(lease)
         self._idle.clear()
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"{self.replica} {running.work.request_id}")
         self._tasks.add(running.task)
@@ -305,18 +325,14 @@ class Actor:
         work = running.work
         running.started_ns = time.monotonic_ns()
         self._metrics.observe("streamrt_queue_wait_seconds", self.name, value=(running.started_ns - running.arrived_ns) / 1e9)
-        time_left = None if work.time_left_s is None else max(0.0, work.time_left_s - (running.started_ns - running.arrived_ns) / 1e9)
-        deadline = None if time_left is None else running.started_ns + int(time_left * 1e9)
+        deadline = None if work.time_left_s is None else running.arrived_ns + int(work.time_left_s * 1e9)
         request = Request(work.request_id, work.task, work.params, work.epoch, deadline)
         outcome = "completed"
         error: Exception | None = None
         try:
-            async with asyncio.timeout(time_left):
-                await self._stream(running, request)
+            await self._stream(running, request)
         except asyncio.CancelledError:
-            outcome, error = "cancelled", Cancelled(cause=running.cancel_cause or "client")
-        except TimeoutError:
-            outcome, error = "expired", Expired(f"stage {self.name}: the request's deadline passed")
+            outcome, error = self._why(running)
         except (Closed, Cancelled) as exception:
             outcome, error = "cancelled", exception
         except Broken as exception:
@@ -336,19 +352,23 @@ class Actor:
         seqs: dict[str, int] = {}
         last: Chunk | None = None
         previous_ns = 0
-        async for chunk in self._outputs(request, running.inbox):
-            if chunk.place == Place.EMPTY_FINAL:
-                last = chunk
-                continue
-            port = chunk.port or self._default_port
-            now = time.monotonic_ns()
-            if not running.first_chunk_ns:
-                running.first_chunk_ns = now
-                self._metrics.observe("streamrt_first_chunk_seconds", self.name, value=(now - running.started_ns) / 1e9)
-            else:
-                self._metrics.observe("streamrt_chunk_gap_seconds", self.name, value=(now - previous_ns) / 1e9)
-            previous_ns = now
-            await self._send(running, chunk, port, seqs, Place.PARTIAL)
+        # Closed here and not by the collector, so that the stage's clean-up is over before Finished is said.
+        async with aclosing(self._outputs(request, running.inbox)) as outputs:
+            async for chunk in outputs:
+                if chunk.place == Place.EMPTY_FINAL:
+                    last = chunk
+                    continue
+                port = chunk.port or self._default_port
+                if port not in self.stage.gives:
+                    raise StageFailed(f'stage {self.name}: got a chunk for port "{port}", expected one of {sorted(self.stage.gives)}')
+                now = time.monotonic_ns()
+                if not running.first_chunk_ns:
+                    running.first_chunk_ns = now
+                    self._metrics.observe("streamrt_first_chunk_seconds", self.name, value=(now - running.started_ns) / 1e9)
+                else:
+                    self._metrics.observe("streamrt_chunk_gap_seconds", self.name, value=(now - previous_ns) / 1e9)
+                previous_ns = now
+                await self._send(running, chunk, port, seqs, Place.PARTIAL)
         ending = last or Chunk("event")
         for port in {edge.port or self._default_port for edge in work.edges}:
             await self._send(running, ending, port, seqs, Place.EMPTY_FINAL)
@@ -366,23 +386,18 @@ class Actor:
             if (edge.port or self._default_port) == port:
                 await outlet.send(header, arrays)
         self._metrics.count("streamrt_chunks_total", self.name, chunk.modality)
-        if work.trace:
-            self._tracer.span(f"send {chunk.modality}", work.request_id, start_ns, time.monotonic_ns(), stage=self.name, seq=seq, port=port)
+        self._tracer.span(f"send {chunk.modality}", work.request_id, start_ns, time.monotonic_ns(), stage=self.name, seq=seq, port=port)
 
-    async def _outputs(self, request: Request, inbox: Inbox) -> AsyncIterator[Chunk]:
+    def _outputs(self, request: Request, inbox: Inbox) -> AsyncGenerator[Chunk, None]:
         """What the stage makes of `inbox`, whichever way it is written."""
         if inspect.isgeneratorfunction(self.stage.process):
-            async for chunk in _run_in_thread(self.stage.process, request, inbox, self._threads):
-                yield chunk
-            return
+            return _run_in_thread(self.stage.process, request, inbox, self._threads)
         stream = self.stage.process(request, inbox)
-        if not hasattr(stream, "__anext__"):
-            raise StageFailed(f"stage {self.name}: process must be a generator (use `yield`), got {type(stream).__name__}")
-        try:
-            async for chunk in stream:
-                yield chunk
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+        if isinstance(stream, AsyncGenerator):
+            return stream
+        if inspect.iscoroutine(stream):
+            stream.close()
+        raise StageFailed(f"stage {self.name}: process must be a generator (use `yield`), got {type(stream).__name__}")
 
     def _cancel(self, running: _Running, cause: str) -> None:
         if running.cancel_cause:
@@ -393,19 +408,29 @@ class Actor:
         if running.task is not None:
             running.task.cancel()
         if not running.started_ns:  # still queued, or its task has not had its first step and will never have it
-            self._end(running, "cancelled", Cancelled(cause=cause))
+            self._end(running, *self._why(running))
+
+    def _why(self, running: _Running) -> tuple[str, StreamrtError]:
+        """Outcome and error of a request whose task was cancelled."""
+        if running.cancel_cause == DEADLINE:
+            return "expired", Expired(f"stage {self.name}: the request's deadline passed")
+        if running.cancel_cause:
+            return "cancelled", Cancelled(f"stage {self.name}: cancelled ({running.cancel_cause})", cause=running.cancel_cause)
+        return "failed", StageFailed(f"stage {self.name}: it cancelled itself")
 
     def _end(self, running: _Running, outcome: str, error: BaseException | None) -> None:
         work = running.work
         if outcome != "completed" and not running.cancel_cause:
             for outlet in running.outlets:
                 outlet.cancel(work.request_id, work.epoch)
+        if running.timer is not None:
+            running.timer.cancel()
         running.inbox.close()
         for outlet in running.outlets:
             outlet.forget(work.request_id)
-        self._requests.pop((work.request_id, work.epoch), None)
+        self._requests.pop(running.key, None)
         self._finish(running, outcome, error)
-        following = self.admission.done(work.request_id, work.epoch)
+        following = self.admission.done(*running.key)
         if following is not None:
             self._start(self._requests[following])
         elif not self._requests:
@@ -417,7 +442,7 @@ class Actor:
         self._metrics.observe("streamrt_request_seconds", self.name, value=(now - running.arrived_ns) / 1e9)
         if outcome == "cancelled":
             self._metrics.count("streamrt_cancels_total", running.cancel_cause or "client")
-        if work.trace and running.started_ns:
+        if running.started_ns:
             self._tracer.span(self.name, work.request_id, running.started_ns, now, outcome=outcome)
         log.info("request.done", request=work.request_id, task=work.task, outcome=outcome, total_ms=(now - running.arrived_ns) / 1e6)
         message = Finished(
@@ -441,6 +466,13 @@ class Actor:
         except (WouldBlock, TransportError) as error:
             log.error("client.unreachable", client=client, error=error)
 
+    def _give_up_early(self, key: tuple[str, int]) -> None:
+        """No work item has come for these chunks. Should one come yet it is refused, for its beginning is lost."""
+        if key in self._early:
+            log.warning("chunks.unclaimed", request=key[0], chunks=len(self._early[key]))
+            self._drop_early(key)
+            self.admission.bury(*key)
+
     def _drop_early(self, key: tuple[str, int]) -> None:
         for lease in self._early.pop(key, ()):
             lease.release()
@@ -455,7 +487,7 @@ def _timings(running: _Running, now: int) -> dict[str, float]:
     return timings
 
 
-async def _run_in_thread(process: Any, request: Request, inbox: Inbox, pool: ThreadPoolExecutor) -> AsyncIterator[Chunk]:
+async def _run_in_thread(process: Any, request: Request, inbox: Inbox, pool: ThreadPoolExecutor) -> AsyncGenerator[Chunk, None]:
     """Drive a plain generator `process` on a thread of its own, one chunk at a time: it never runs ahead of its reader."""
     loop = asyncio.get_running_loop()
     ended = object()

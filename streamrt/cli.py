@@ -20,6 +20,7 @@ import typer
 import uvloop
 
 from streamrt.errors import BadRequest, ConfigError, NotRunning, StreamrtError
+from streamrt.log import configure
 from streamrt.rundir import RunDir, list_runs, log_dir
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.partition("\n")[0])
@@ -44,7 +45,7 @@ def main() -> None:
 def up(
     pipeline: PipelineFile,
     overrides: Overrides = None,
-    name: Annotated[str, typer.Option(help="another name for this run than [pipeline] name")] = "",
+    name: Annotated[str, typer.Option(help="another name for this run than the file's pipeline.name")] = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return when the pipeline is ready")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and start nothing")] = False,
     fetch: Annotated[bool, typer.Option("--fetch", help="download weights that are missing")] = False,
@@ -55,7 +56,7 @@ def up(
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Start a pipeline: one process per stage replica, and the gateway."""
-    from streamrt.config import load_pipeline, to_json
+    from streamrt.config import load_pipeline
     from streamrt.plan import Machine, make_plan
     from streamrt.registry import load_graph
 
@@ -83,7 +84,7 @@ def up(
     from streamrt.orchestrator import Orchestrator
     from streamrt.show import make_display
 
-    del to_json
+    configure("orchestrator", os.environ.get("STREAMRT_LOG", "WARNING"))
     display = make_display(config, quiet=ready_fd >= 0)
     orchestrator = Orchestrator(
         config, graph, plan, trace=trace, on_change=display.change, on_ready=lambda addresses: _ready(display, ready_fd, addresses)

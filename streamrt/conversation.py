@@ -232,9 +232,9 @@ class Conversation:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.do(self.session.close())
         if self._timer is not None:
             self._timer.cancel()
-        self.do(self.session.close())
         for call_id in list(self._running):
             self._cancel(call_id, "disconnected")
         self._outbox.end()

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from streamrt import weights
+from streamrt.errors import MissingWeights
+from streamrt.registry import EXTRAS
+
 GIB = 2**30
 
 
@@ -26,14 +30,6 @@ class Finding(msgspec.Struct):
     is_optional: bool = False
 
 
-# What each extra brings, by import name.
-EXTRAS = {
-    "torch": ("torch", "transformers", "safetensors"),
-    "voice": ("onnxruntime", "faster_whisper", "kokoro_onnx", "soxr"),
-    "media": ("av", "soundfile"),
-}
-
-
 def examine() -> list[Finding]:
     """Everything that is worth a look, the needed things first."""
     version = sys.version_info
@@ -45,18 +41,15 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _open_files(),
     ]  # fmt: skip
-    for extra, modules in EXTRAS.items():
+    for extra in dict.fromkeys(EXTRAS.values()):
+        modules = [module for module, brought_by in EXTRAS.items() if brought_by == extra]
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         found = ", ".join(f"{m} {_version(m)}" for m in modules if m not in missing)
-        findings.append(
-            Finding(
-                f"[{extra}]", not missing, found or "not installed", f"pip install 'streamrt[{extra}]'" if missing else "", is_optional=True
-            )
-        )
-    cache = Path(os.environ.get("STREAMRT_CACHE", "~/.cache/streamrt")).expanduser()
-    weights = sorted(path.name for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".")) if cache.is_dir() else []
+        hint = f"pip install 'streamrt[{extra}]'" if missing else ""
+        findings.append(Finding(f"[{extra}]", not missing, found or "not installed", hint, is_optional=True))
+    held = sorted(name for name in weights.read_lock() if _is_here(f"weights:{name}"))
     findings.append(
-        Finding("weights", bool(weights), ", ".join(weights) or "none", "" if weights else "streamrt fetch pipeline.toml", is_optional=True)
+        Finding("weights", bool(held), ", ".join(held) or "none", "" if held else "streamrt fetch pipeline.toml", is_optional=True)
     )
     return findings
 
@@ -79,6 +72,14 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft >= 1024
     return Finding("open files", enough, f"{soft} (at most {hard})", "" if enough else "ulimit -n 4096")
+
+
+def _is_here(source: str) -> bool:
+    try:
+        weights.resolve(source)
+    except MissingWeights:
+        return False
+    return True
 
 
 def _version(module: str) -> str:

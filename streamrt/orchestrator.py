@@ -32,6 +32,7 @@ from streamrt.pipeline import Graph
 from streamrt.plan import Plan, Process
 from streamrt.rundir import RunDir, RunFacts, new_token, process_started
 from streamrt.supervisor import Action, Drain, GiveUp, Kill, Start, Stop, Supervisor, Watched
+from streamrt.trace import Tracer
 from transport import messages
 from transport.errors import TransportError
 from transport.lanes import LaneServer
@@ -88,7 +89,7 @@ class Orchestrator:
         self.config = config
         self.failure: StreamrtError | None = None  # why it ended, when it could not start
         self._graph = graph
-        self._trace = trace
+        self._trace = None if trace is None else trace.absolute()
         self._on_change = on_change
         self._on_ready = on_ready
         self._children = {process.name: _Child(process) for process in plan.processes}
@@ -118,6 +119,8 @@ class Orchestrator:
         live: asyncio.Server | None = None
         try:
             run.logs.mkdir(parents=True, exist_ok=True)
+            if self._trace is not None:
+                Tracer.begin(self._trace)
             self._lane = await LaneServer.bind(f"ipc://{run.socket('control')}", ToOrchestrator, self._on_message)
             live = await asyncio.start_unix_server(self._hold, str(run.socket("live")))
             run.socket("live").chmod(0o600)
@@ -151,7 +154,7 @@ class Orchestrator:
             match action:
                 case Start():
                     self._start(child)
-                case messages.Drain() | Drain():
+                case Drain():
                     self._tell(self._identity(child), messages.Drain(action.within_s))
                 case Stop():
                     self._tell(self._identity(child), messages.Stop())
@@ -177,7 +180,7 @@ class Orchestrator:
         environment = {**os.environ, **process.env, "STREAMRT_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         environment.pop("STREAMRT_OWNER", None)
         if self._trace is not None:
-            environment["STREAMRT_TRACE"] = str(self._trace.absolute())
+            environment["STREAMRT_TRACE"] = str(self._trace)
         path = self._run.logs / f"{process.name.replace('#', '-')}.log"
         with path.open("ab" if self._supervisor.children[process.name].restarts else "wb") as output:
             child.popen = subprocess.Popen(

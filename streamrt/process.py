@@ -85,8 +85,11 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         def progress(text: str) -> None:
             loop.call_soon_threadsafe(member.progress, text)
 
+        def broken(reason: str) -> None:
+            loop.call_soon_threadsafe(life.give_up, reason)
+
         try:
-            stage = await loop.run_in_executor(compute, _load, config, stage_name, replica, compute, progress)
+            stage = await loop.run_in_executor(compute, _load, config, stage_name, replica, compute, progress, broken)
         except StreamrtError as error:
             member.load_failed(error.message, error.hint)
             return 3
@@ -109,7 +112,7 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         member.ready(work_endpoint=lane.endpoint, connectors=endpoints, max_requests=max_requests, describe=stage.describe())
         log.info("stage.ready", stage=stage_name, run=welcome.run_id)
         await life.until_stopped(actor.drain)
-    return 0
+    return life.status
 
 
 async def _gateway(run: RunDir, name: str, replica: int) -> int:
@@ -149,6 +152,7 @@ class _Life:
     def __init__(self, run: RunDir, name: str) -> None:
         self.member = Member(run, name)
         self.is_lost = False
+        self.status = 0  # what the process exits with
         self._actor: Actor | None = None
         self._closing: list[Callable[[], Awaitable[Any]]] = []
         self._stopped = asyncio.Event()
@@ -212,16 +216,29 @@ class _Life:
         if self._actor is not None:
             self._actor.on_cancel_in_lane(request_id, epoch)
 
+    def give_up(self, reason: str) -> None:
+        """The stage will never work again: leave, so that the orchestrator starts another."""
+        log.error("stage.broken", process=self.member.name, reason=reason)
+        self.status = 5
+        self._stopped.set()
+
     def _lost(self) -> None:
-        if not self._stopped.is_set():
-            log.error("orchestrator.lost")
-            self.is_lost = True
-            self._stopped.set()
-            # Whatever hangs on the way out must not keep an orphan alive.
-            asyncio.get_running_loop().call_later(LOST_S, os._exit, 4)
+        # A signal may have come first: the kernel sends a gateway one when its parent dies.
+        log.error("orchestrator.lost")
+        self.is_lost = True
+        self._stopped.set()
+        # Whatever hangs on the way out must not keep an orphan alive.
+        asyncio.get_running_loop().call_later(LOST_S, os._exit, 4)
 
 
-def _load(config: PipelineConfig, name: str, replica: int, compute: ThreadPoolExecutor, progress: Callable[[str], None]) -> Stage:
+def _load(
+    config: PipelineConfig,
+    name: str,
+    replica: int,
+    compute: ThreadPoolExecutor,
+    progress: Callable[[str], None],
+    broken: Callable[[str], None],
+) -> Stage:
     """The stage, made and loaded. On the compute thread."""
     deploy, spec = config.deployed(name), config.stage_named(name)
     kind = registry.load_class(spec.use, config.folder)
@@ -233,6 +250,7 @@ def _load(config: PipelineConfig, name: str, replica: int, compute: ThreadPoolEx
         resolve=lambda source: weights.resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}"),
         progress=progress,
         compute=compute,
+        broken=broken,
     )
     stage = kind(registry.parse_args(kind, spec, config.file), context)
     stage.load()

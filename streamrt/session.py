@@ -19,6 +19,7 @@ Rules
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
@@ -481,7 +482,9 @@ class Session:
 
     @property
     def deadline_s(self) -> float:
-        """When `tick` has something to do."""
+        """When `tick` has something to do; inf once the session is over."""
+        if self._closed:
+            return math.inf
         over = min(self._expires_s, self._touched_s + self.limits.idle_s)
         return min(over, self._appended_s + self.limits.stall_s) if self._turn else over
 

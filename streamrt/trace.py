@@ -19,9 +19,12 @@ class Tracer:
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._pid = os.getpid()
         if self._fd >= 0:
-            if os.fstat(self._fd).st_size == 0:
-                os.write(self._fd, b"[\n")
             self._write({"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process}})
+
+    @staticmethod
+    def begin(path: Path) -> None:
+        """Start the file anew; by the orchestrator, before any process appends to it."""
+        path.write_text("[\n")
 
     @property
     def is_on(self) -> bool:

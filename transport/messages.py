@@ -147,7 +147,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     """Ask for the table and the metrics of all processes once."""
 
     query_id: str
-    what: str  # "metrics" | "down"
+    what: str  # "metrics"
     token: str
 
 

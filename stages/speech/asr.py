@@ -27,8 +27,8 @@ from streamrt import BadRequest, Chunk, ConfigError, Request, Stage, TooLong, te
 
 MODEL_HZ = 16_000
 SHORT_S = 20.0  # audio up to here is worth a shorter encoder window
-MARGIN_FRAMES = 200  # of 10 ms: padding after the speech
-LEAST_FRAMES = 500
+MARGIN_FRAMES = 500  # of 10 ms: padding after the speech; 200 was tried and cost words
+LEAST_FRAMES = 1000
 SHORTEST_S = 0.1  # less than this says nothing
 FRAME = 320  # samples: 20 ms, the grain of the energy measure
 SILENCE_RMS = 0.001  # -60 dBFS; nothing that is understood is as quiet

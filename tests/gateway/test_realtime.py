@@ -801,6 +801,17 @@ async def test_there_are_so_many_sessions_and_no_more(voice):
         await again.close()
 
 
+async def test_a_session_that_has_lasted_too_long_is_told_so_and_closed():
+    with up(
+        VOICE.replace("realtime-tests", "realtime-short"), "--set", "session.max_session_s=1.5", "--set", "stage.tts.args.ms_per_char=100"
+    ) as run:
+        async with connected(run) as client:
+            await client.say("five sentences")
+            assert (await client.until("error"))["error"]["code"] == "session_expired"
+            assert (await client.until("response.done"))["response"]["status"] == "failed"
+            assert (await client.ws.receive(10)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+
+
 async def test_a_plain_request_is_told_that_this_is_a_websocket(voice):
     async with aiohttp.ClientSession() as http, http.get(f"{voice.url}/v1/realtime") as response:
         assert response.status == 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -459,6 +460,7 @@ def test_a_session_ends_by_time_and_everything_in_it_ends(now_s, code):
     said = driver.do(driver.session.tick(driver.now_s + now_s))
     assert said[0].code == code
     assert driver.closed == code
+    assert driver.session.deadline_s == math.inf
     assert driver.calls == {}
     assert driver.owes_transcript == []
 
