@@ -164,7 +164,6 @@ class Actor:
         incarnation: str,
         max_requests: int,
         connectors: dict[str, Connector],
-        compute: ThreadPoolExecutor,
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
@@ -174,7 +173,6 @@ class Actor:
         self.incarnation = incarnation
         self.admission = Admission(max_requests)
         self._connectors = connectors
-        self._compute = compute
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="process")
         self._metrics = metrics
         self._tracer = tracer
@@ -334,11 +332,12 @@ class Actor:
         except asyncio.CancelledError:
             outcome, error = self._why(running)
         except (Closed, Cancelled) as exception:
-            outcome, error = "cancelled", exception
+            # Its traceback holds frames, and these the chunks that the stage had in hand, which would keep their slots.
+            outcome, error = "cancelled", exception.with_traceback(None)
         except Broken as exception:
             outcome, error = "failed", StageFailed(f"stage {self.name}: the next process is gone: {exception}")
         except StreamrtError as exception:
-            outcome, error = "failed", exception
+            outcome, error = "failed", exception.with_traceback(None)
         except Exception as exception:  # the stage's own code: it may raise anything, and only this request ends
             log.exception("request.failed", request=work.request_id, stage=self.name)
             outcome, error = "failed", StageFailed(f"stage {self.name}: {type(exception).__name__}: {exception}")
@@ -517,6 +516,8 @@ async def _run_in_thread(process: Any, request: Request, inbox: Inbox, pool: Thr
     finally:
         stopped = True
         inbox.fail(Cancelled())
-        if pending is not None and not pending.done():
+        if pending is not None:
             await asyncio.wait([pending])  # a step that runs can not be stopped; the next one will not begin
+            pending.exception()  # raised above already, or of no interest any more
+            pending = None  # it holds that exception, whose traceback holds this frame
         await loop.run_in_executor(pool, generator.close)

@@ -20,10 +20,10 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from streamrt.client import Call, Client
 from streamrt.errors import BadRequest, Unavailable
 from streamrt.rundir import RunDir
 from transport.chunk import Chunk, audio_chunk, text_chunk
+
+T = TypeVar("T")
 
 STOP_S = 20.0
 
@@ -98,10 +100,10 @@ class AsyncPipeline:
 
     async def __aenter__(self) -> AsyncPipeline:
         run_name = self._name or None
-        if self._path is not None:
-            run_name = f"api-{os.getpid()}-{secrets.token_hex(2)}"
-            await self._start(run_name)
         try:
+            if self._path is not None:
+                run_name = f"api-{os.getpid()}-{secrets.token_hex(2)}"
+                await self._start(run_name)
             self._client = await Client.connect(RunDir.find(run_name))
         except BaseException:
             await self._stop()
@@ -137,7 +139,10 @@ class AsyncPipeline:
         Raises: BadRequest, Overloaded, StageFailed, Expired, Unavailable.
         """
         call = await self.submit(task, prompt, outputs=outputs, timeout_s=timeout_s, **params)
-        return Result([chunk async for chunk in call], call.timings)
+        try:
+            return Result([chunk async for chunk in call], call.timings)
+        finally:
+            call.cancel()
 
     async def stream(
         self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
@@ -174,7 +179,6 @@ class AsyncPipeline:
             os.close(write_fd)
         report = await asyncio.get_running_loop().run_in_executor(None, _read_all, read_fd)
         if report != "ready":
-            await self._stop()
             raise Unavailable(report.strip() or "the pipeline ended before it was ready; see `streamrt logs`")
 
     async def _stop(self) -> None:
@@ -198,8 +202,8 @@ class Pipeline:
         self, path: str | Path | None = None, *, name: str | None = None, overrides: Sequence[str] = (), gateway: bool = False
     ) -> None:
         self._inner = AsyncPipeline(path, name=name, overrides=overrides, gateway=gateway)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="streamrt", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it is open
+        self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
@@ -210,6 +214,10 @@ class Pipeline:
         return self._inner.client
 
     def __enter__(self) -> Pipeline:
+        if self._loop is not None:
+            raise RuntimeError("the pipeline is open already")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="streamrt", daemon=True)
         self._thread.start()
         try:
             self._run(self._inner.__aenter__())
@@ -228,7 +236,7 @@ class Pipeline:
         self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
     ) -> Result:
         """See `AsyncPipeline.generate`."""
-        return self._run(self._inner.generate(prompt, task=task, outputs=outputs, timeout_s=timeout_s, **params))  # type: ignore[no-any-return]
+        return self._run(self._inner.generate(prompt, task=task, outputs=outputs, timeout_s=timeout_s, **params))
 
     def stream(
         self, prompt: Any, *, task: str | None = None, outputs: Collection[str] | None = None, timeout_s: float | None = 60.0, **params: Any
@@ -245,15 +253,28 @@ class Pipeline:
             while (chunk := self._run(following())) is not None:
                 yield chunk
         finally:
-            self._loop.call_soon_threadsafe(call.cancel)
+            if self._loop is not None:  # else the pipeline was closed first, and has cancelled it
+                self._loop.call_soon_threadsafe(call.cancel)
 
-    def _run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError("the pipeline is not open; use it in a `with` block")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C, too: nobody waits for it any more
+            future.cancel()
+            raise
 
     def _end(self) -> None:
+        assert self._loop is not None and self._thread is not None
+        self._run(self._loop.shutdown_asyncgens())
+        self._run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._loop = self._thread = None
 
 
 def _as_input(prompt: Any) -> tuple[list[Chunk] | None, dict[str, Any]]:

@@ -25,7 +25,7 @@ import msgspec
 
 from streamrt.actor import chunk_of
 from streamrt.config import PipelineConfig
-from streamrt.errors import BadRequest, Cancelled, Expired, Overloaded, StageFailed, StreamrtError, Unavailable, from_code
+from streamrt.errors import BadRequest, Cancelled, Expired, Overloaded, StageFailed, StreamrtError, TooLong, Unavailable, from_code
 from streamrt.log import get_logger
 from streamrt.member import Member
 from streamrt.metrics import Metrics, Sample, render
@@ -34,7 +34,7 @@ from streamrt.router import CLIENT, Assignment, Router, TaskRoute, route_of, tas
 from streamrt.rundir import RunDir
 from transport.chunk import Chunk, ChunkHeader, Place, describe
 from transport.connector import Connector, Lease, Outlet
-from transport.errors import Closed, TransportError
+from transport.errors import Broken, Closed, TooLarge, TransportError
 from transport.lanes import LaneClient
 from transport.messages import Cancel, Edge, Finished, Join, Leave, Replica, Table, ToClient, Window, Work
 from transport.schemes import make_connector
@@ -65,22 +65,25 @@ class Call:
         self._client = client
         self._assignment: Assignment | None = None
         self._entry: Outlet | None = None
-        self._fed = 0  # seq of the next chunk that is fed
+        self._fed = 0  # seq of the next chunk that is fed; -1 once its input has ended
+        self._feeding = asyncio.Lock()
         self._ready: deque[Chunk | Lease] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._open_exits = set(route.outputs.values())
         self._unfinished: set[str] = set(route.stages)
         self._next_seq: dict[str, int] = {}
         self._first_ns: dict[str, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # its feeder, its retry; cancelled when it ends
         self._timer: asyncio.TimerHandle | None = None
+        self._gives_up = False  # a stage was cancelled by somebody else: the others are told, and one of them may say why
         self._replay: list[Chunk] | None = None  # the whole input, when it was given at once
         self._retries = 0
 
     async def feed(self, chunk: Chunk) -> None:
         """Send one chunk to the entry stage.
 
-        Waits: for its credit. Raises the error that ended the request, when it is over; BadRequest when its input has ended.
+        Waits: for its credit, and for the feeds before it. Cancelled: it was not fed.
+        Raises the error that ended the request, when it is over; BadRequest when its input has ended; TooLong.
         """
         await self._feed(chunk, Place.PARTIAL)
 
@@ -114,32 +117,43 @@ class Call:
     # ---- for the client ----------------------------------------------------------------------------------------------
 
     async def _feed(self, chunk: Chunk, place: Place) -> None:
-        if self.error is not None:
-            raise self.error
-        if self._fed < 0:
-            raise BadRequest(f"request {self.id}: its input has ended")
-        if self.is_over or self._entry is None:
-            return  # the stages wanted no more of it
-        seq, self._fed = self._fed, self._fed + 1 if place == Place.PARTIAL else -1
-        specs, arrays, _ = describe(chunk.tensors)
-        header = ChunkHeader(self.id, self.epoch, CLIENT, "", seq, chunk.modality, int(place), specs,
-                             chunk.sample_rate_hz, chunk.fps, chunk.meta, time.monotonic_ns())  # fmt: skip
-        try:
-            await self._entry.send(header, arrays)
-        except TransportError as error:
+        async with self._feeding:  # one at a time: a feed that is given up must leave no gap before the next one
             if self.error is not None:
-                raise self.error from None
-            if not self.is_over and not isinstance(error, Closed):
-                self._client._end(self, Unavailable(f"stage {self.route.entry} is gone"))
-                raise self.error or StageFailed("gone") from error
+                raise self.error
+            if self._fed < 0:
+                raise BadRequest(f"request {self.id}: its input has ended")
+            entry, epoch = self._entry, self.epoch
+            if self.is_over or entry is None:
+                return  # the stages wanted no more of it
+            specs, arrays, _ = describe(chunk.tensors)
+            header = ChunkHeader(self.id, epoch, CLIENT, "", self._fed, chunk.modality, int(place), specs,
+                                 chunk.sample_rate_hz, chunk.fps, chunk.meta, time.monotonic_ns())  # fmt: skip
+            try:
+                await entry.send(header, arrays)
+            except TooLarge as error:
+                raise TooLong(f"request {self.id}: {error}") from None
+            except Broken:
+                self._client._lose_entry(self)
+            except Closed:
+                pass  # it is over, or tried again from the start
+            except TransportError as error:
+                raise Unavailable(f"request {self.id}: {error}") from error
+            else:
+                if self.epoch == epoch:
+                    self._fed = self._fed + 1 if place == Place.PARTIAL else -1
+            if self.error is not None:
+                raise self.error
 
     async def _feed_all(self, chunks: Sequence[Chunk]) -> None:
         try:
             for chunk in chunks:
                 await self._feed(chunk, Place.PARTIAL)
             await self._feed(Chunk("event"), Place.EMPTY_FINAL)
-        except StreamrtError:
-            pass  # it ended the call, and the call's reader is who is told
+        except StreamrtError as error:
+            self._client._end(self, error)  # the call's reader is who is told
+        except Exception as error:  # the caller's chunks: whatever is wrong with them, the reader must not wait for ever
+            log.exception("request.unfit_input", request=self.id)
+            self._client._end(self, BadRequest(f"request {self.id}: its input can not be sent: {error}"))
 
     def _put(self, lease: Lease) -> None:
         """A chunk has come. Called by the client, in order per stage."""
@@ -194,7 +208,7 @@ class Client:
         self._waiting: dict[str, tuple[Call, asyncio.Future[Assignment]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._next_table: asyncio.Future[Table] | None = None  # for who waits in `table_changed`
-        self._is_closed = False
+        self._why_closed = ""  # why nothing can be submitted any more
 
     @classmethod
     async def connect(
@@ -209,6 +223,8 @@ class Client:
         except BaseException:
             await client.close()
             raise
+        if member is None:  # else its owner knows what to do
+            client.member.on_lost = client._on_run_lost
         return client
 
     async def _open(self, run: RunDir, kind: str) -> None:
@@ -226,6 +242,11 @@ class Client:
         async with asyncio.timeout(TABLE_S):
             self._on_table(await member.has_table())
         member.on_table = self._on_table
+
+    async def reserve(self) -> None:
+        """Allocate now what feeding needs, so that the first request finds it. Raises NoSpace."""
+        for connector in self._connectors.values():
+            await connector.reserve()
 
     @property
     def pipeline(self) -> PipelineConfig:
@@ -284,8 +305,8 @@ class Client:
         Cancelled: nothing was started.
         Raises: UnknownTask, BadRequest, Overloaded, Unavailable, Expired.
         """
-        if self._is_closed:
-            raise Unavailable("this client is closed")
+        if self._why_closed:
+            raise Unavailable(self._why_closed)
         route = route_of(self._routes, task).narrowed(outputs)
         deadline_ns = None if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
         call = Call(self, request_id or f"req-{secrets.token_hex(8)}", task, dict(params or {}), route, deadline_ns)
@@ -297,8 +318,7 @@ class Client:
         call._replay = list(inputs) if inputs is not None else None
         await self._launch(call, assignment)
         if call.deadline_ns is not None:
-            left = (call.deadline_ns - time.monotonic_ns()) / 1e9
-            call._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._expire, call)
+            call._timer = asyncio.get_running_loop().call_later(_left_s(call) or 0.0, self._expire, call)
         return call
 
     async def metrics_text(self) -> bytes:
@@ -317,11 +337,9 @@ class Client:
 
     async def close(self) -> None:
         """Cancel what is open and leave the run. Idempotent."""
-        self._is_closed = True
         for call in list(self._calls.values()):
             call.cancel("shutdown")
-        for _, future in self._waiting.values():
-            future.cancel()
+        self._refuse_all("this client is closed")
         for lane in self._lanes.values():
             self._send(lane, Leave())
         for task in list(self._tasks):
@@ -338,13 +356,13 @@ class Client:
     async def _wait_for_turn(self, call: Call) -> Assignment:
         future: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         self._waiting[call.id] = (call, future)
-        left = None if call.deadline_ns is None else (call.deadline_ns - time.monotonic_ns()) / 1e9
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(_left_s(call)):
                 try:
                     return await future
                 except asyncio.CancelledError:
-                    if future.done() and not future.cancelled():  # admitted in the same moment in which we gave up
+                    if future.done() and not future.cancelled() and future.exception() is None:
+                        # admitted in the same moment in which we gave up
                         self._abandon(future.result(), future.result().replicas.values())
                     self._admit(self._router.on_cancel(call.id, call.epoch))
                     raise
@@ -354,21 +372,32 @@ class Client:
             del self._waiting[call.id]
 
     async def _launch(self, call: Call, assignment: Assignment) -> None:
-        """Tell every replica of the route, then begin to feed."""
+        """Tell every replica of the route, then begin to feed. Raises what ended the call meanwhile."""
         call._assignment = assignment
         self._calls[call.id, call.epoch] = call
-        entry = assignment.replicas[call.route.entry]
+        first = assignment.replicas[call.route.entry]
         scheme = self._scheme(call.route.entry)
-        untold = {stage: assignment.replicas[stage] for stage in call.route.stages}
+        untold = dict(assignment.replicas)
         try:
-            call._entry = await self._connectors[scheme].dial(entry.connectors[scheme])
-            for stage in call.route.stages:
-                if call.is_over:  # cancelled, expired or lost while we dialed
-                    break
-                self._lanes[assignment.replicas[stage].name].send(self._work(call, assignment, stage))
-                del untold[stage]
+            async with asyncio.timeout(_left_s(call)):
+                entry = await self._connectors[scheme].dial(first.connectors[scheme])
+            if not call.is_over and call.epoch == assignment.epoch:  # else cancelled, expired or lost while we dialed
+                for stage in call.route.stages:
+                    self._lanes[assignment.replicas[stage].name].send(self._work(call, assignment, stage))
+                    del untold[stage]
+                call._entry = entry
+                if call._replay is not None:
+                    self._own(call._feed_all(call._replay), f"feed {call.id}", call)
+        except Broken:
+            self._on_peer_lost(f"{first.name}/{first.incarnation}")
+        except TooLarge as error:
+            self._end(call, TooLong(f"params: {error}", param="params"))
         except (TransportError, KeyError) as error:
-            self._end(call, Unavailable(f"stage {call.route.entry} can not be reached ({error})"))
+            self._end(call, Unavailable(f"a stage can not be reached ({error})"))
+        except (TypeError, ValueError, OverflowError) as error:
+            self._end(call, BadRequest(f"params: they can not be sent: {error}", param="params"))
+        except TimeoutError:
+            self._expire(call)
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -376,10 +405,6 @@ class Client:
             self._abandon(assignment, untold.values())
         if call.error is not None:
             raise call.error
-        if call._replay is not None:
-            task = asyncio.get_running_loop().create_task(call._feed_all(call._replay), name=f"feed {call.id}")
-            call._tasks.add(task)
-            task.add_done_callback(call._tasks.discard)
 
     def _work(self, call: Call, assignment: Assignment, stage: str) -> Work:
         edges = []
@@ -388,9 +413,7 @@ class Client:
                 edges.append(Edge(CLIENT, self._endpoints[self._scheme(stage)], edge.port))
             else:
                 edges.append(Edge(edge.target, assignment.replicas[edge.target].connectors[self._scheme(edge.target)], edge.port))
-        left = None if call.deadline_ns is None else max(0.0, (call.deadline_ns - time.monotonic_ns()) / 1e9)
-        is_traced = bool(os.environ.get("STREAMRT_TRACE"))
-        return Work(call.id, call.epoch, call.task, call.route.sources(stage), tuple(edges), left, call.params, is_traced)
+        return Work(call.id, call.epoch, call.task, call.route.sources(stage), tuple(edges), _left_s(call), call.params)
 
     def _scheme(self, stage: str) -> str:
         return self.pipeline.deployed(stage).connector
@@ -399,6 +422,15 @@ class Client:
         if not call.is_over:
             call._drop_unread()
             self._end(call, Expired(f"request {call.id}: its deadline passed"))
+
+    def _refuse_all(self, why: str) -> None:
+        """Nothing is submitted any more; what is open or waits is Unavailable."""
+        self._why_closed = self._why_closed or why
+        for call in list(self._calls.values()):
+            self._end(call, Unavailable(why))
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(Unavailable(why))
 
     def _end_if_complete(self, call: Call) -> None:
         if not call.is_over and not call._open_exits and not call._unfinished:
@@ -445,24 +477,31 @@ class Client:
 
     def _lose(self, call: Call, replica: Replica) -> None:
         """A replica that serves this call is gone: retry when nothing has come of it and its input is at hand, else fail."""
-        if call.is_over:
-            return
+        exits = any(stream.partition(".")[0] == replica.stage for stream in call._open_exits)
+        if call.is_over or not (exits or replica.stage in call._unfinished):
+            return  # it had done its part
         why = f"stage {replica.stage} was lost ({replica.name})"
-        if call._replay is None or call._first_ns or call._retries >= MAX_RETRIES:
-            self._end(call, StageFailed(why))
+        if call._replay is None or call._next_seq or call._retries >= MAX_RETRIES:
+            self._end(call, StageFailed(why) if call._fed or call._next_seq else Unavailable(why))
             return
         self._cancel_everywhere(call, "retry")
-        self._calls.pop((call.id, call.epoch), None)
+        del self._calls[call.id, call.epoch]
         for task in call._tasks:
             task.cancel()
         call.epoch += 1
         call._retries += 1
         call._fed = 0
-        call._next_seq.clear()
-        call._open_exits = set(call.route.outputs.values())
         call._unfinished = set(call.route.stages)
-        call._entry = None
-        self._own(self._retry(call, why), f"retry {call.id}")
+        call._gives_up = False
+        call._entry = call._assignment = None
+        self._calls[call.id, call.epoch] = call
+        self._own(self._retry(call, why), f"retry {call.id}", call)
+
+    def _lose_entry(self, call: Call) -> None:
+        """Feeding found that the entry's replica has hung up."""
+        if call._assignment is not None:
+            replica = call._assignment.replicas[call.route.entry]
+            self._on_peer_lost(f"{replica.name}/{replica.incarnation}")
 
     async def _retry(self, call: Call, why: str) -> None:
         try:
@@ -513,6 +552,9 @@ class Client:
             case _:  # it was cancelled by a neighbour that failed, and that one says why; or it shuts down
                 if not call._unfinished:
                     self._end(call, Unavailable(f"stage {stage} gave up: {message.error}"))
+                elif not call._gives_up:  # what is left of it can not come to anything, but may wait for ever
+                    call._gives_up = True
+                    self._cancel_everywhere(call, "neighbour")
 
     def _on_table(self, table: Table) -> None:
         if self._next_table is not None and not self._next_table.done():
@@ -535,6 +577,10 @@ class Client:
                 waiting[1].set_exception(Unavailable("a stage on the way was lost", hint="try again when it is back"))
         self._admit(change.admitted)
 
+    def _on_run_lost(self) -> None:
+        """The orchestrator is gone, and every process of the run goes with it."""
+        self._refuse_all("the pipeline has ended")
+
     async def _join(self, replica: Replica) -> None:
         def on_message(message: Window | Finished) -> None:
             if isinstance(message, Window):
@@ -543,6 +589,9 @@ class Client:
                 self._on_finished(replica.name, message)
 
         lane = await LaneClient.connect(replica.work_endpoint, self.member.identity, ToClient, on_message)
+        if not self._router.knows(replica):  # a newer table came first
+            await lane.close(linger_s=0)
+            return
         self._lanes[replica.name] = lane
         self._send(lane, Join(self.member.identity))
 
@@ -560,10 +609,24 @@ class Client:
         except TransportError as error:
             log.error("replica.unreachable", endpoint=lane.endpoint, error=error)
 
-    def _own(self, coroutine: Any, name: str) -> None:
+    def _own(self, coroutine: Any, name: str, call: Call | None = None) -> None:
+        """Run it as a task that ends with this client, and with `call`."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_report)
+        for owned in [self._tasks] if call is None else [self._tasks, call._tasks]:
+            owned.add(task)
+            task.add_done_callback(owned.discard)
+
+
+def _report(task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.error("client.task_failed", task=task.get_name(), error=repr(error))
+
+
+def _left_s(call: Call) -> float | None:
+    """Seconds until its deadline; None = it has none."""
+    return None if call.deadline_ns is None else max(0.0, (call.deadline_ns - time.monotonic_ns()) / 1e9)
 
 
 def _copy_out(lease: Lease) -> Chunk:

@@ -20,6 +20,7 @@ from streamrt.config import PipelineConfig, from_json
 from streamrt.errors import NotRunning, Unavailable
 from streamrt.log import get_logger
 from streamrt.rundir import RunDir
+from transport.errors import TransportError
 from transport.lanes import LaneClient
 from transport.messages import (
     Answer,
@@ -169,13 +170,18 @@ class Member:
 
     def _send(self, message: Any) -> None:
         if self._lane is not None:
-            self._lane.send(message)
+            try:
+                self._lane.send(message)
+            except TransportError as error:  # the orchestrator does not read; if it is gone, the liveness socket says so
+                log.error("orchestrator.unreachable", process=self.name, error=error)
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         try:
             await reader.read()  # nothing is ever said here; only the end arrives
         except ConnectionError:
             pass
+        if not self._welcome.done():
+            self._welcome.set_exception(NotRunning(f'pipeline "{self.run.name}": its orchestrator has ended'))
         self.on_lost()
 
     async def _beat(self, state: Callable[[], dict[str, Any]], metrics: Callable[[float], list[Any]]) -> None:

@@ -81,7 +81,7 @@ class Metrics:
 
     def set(self, name: str, *labels: str, value: float) -> None:
         """Set a gauge, or a counter that is counted elsewhere."""
-        self._sample(name, labels, None).value = value
+        self._sample(name, labels, "gauge", "counter").value = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
         sample = self._sample(name, labels, "histogram")
@@ -94,11 +94,11 @@ class Metrics:
     def snapshot(self) -> list[Sample]:
         return list(self._series.values())
 
-    def _sample(self, name: str, labels: tuple[str, ...], kind: str | None) -> Sample:
+    def _sample(self, name: str, labels: tuple[str, ...], *kinds: str) -> Sample:
         sample = self._series.get((name, labels))
         if sample is None:
             definition = METRICS[name]
-            if len(labels) != len(definition.labels) or (kind is not None and definition.kind != kind):
+            if len(labels) != len(definition.labels) or definition.kind not in kinds:
                 raise ValueError(f"{name} is a {definition.kind} with labels {definition.labels}, got {labels}")
             sample = self._series[name, labels] = Sample(name, labels, 0.0)
         return sample

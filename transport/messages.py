@@ -41,7 +41,6 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
     edges: tuple[Edge, ...]
     time_left_s: float | None = None  # None: no deadline (listen, duplex)
     params: dict[str, Any] = {}  # task parameters: messages, voice, language, max_tokens ...; see streamrt/stage.py
-    trace: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -6,7 +6,7 @@
 Holds the outlets, the inbounds, the arena and the listening socket of one process; knows nothing of routes or models.
 
 Rules
-- One arena per producing process, made at the first `dial`; one lane per (producer, consumer).
+- One arena per producing process, made by `reserve` or at the first `dial`; one lane per (producer, consumer).
 - Credit and slot come back together, when the lease is released and no view of its memory lives.
 - A view is valid memory for as long as it lives. Its content is kept until then as well, unless the connector that took it is closed
   or the producer takes this process for dead: then the slot may be used again.
@@ -65,6 +65,10 @@ class ShmConnector(Connector):
             self._listener = channel.Listener(path, lambda sock: self._on_peer(sock, callbacks))
             self._endpoint = f"{self.scheme}:{path}"
         return self._endpoint
+
+    async def reserve(self) -> None:
+        self._check_open()
+        await self._shared_arena(self._pool())
 
     async def dial(self, endpoint: str) -> ShmOutlet:
         """Raises NoSpace as well, when the arena can not be made, and ProtocolError when the peer is of another version."""
@@ -132,16 +136,15 @@ class ShmConnector(Connector):
         scheme, _, path = endpoint.partition(":")
         if scheme != self.scheme or not path:
             raise ValueError(f"got endpoint {endpoint!r}, expected shm:<path of a socket>")
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"shm-{self.name}")
+        threads = self._pool()
         sock = await channel.connect(Path(path))
         try:
-            arena = await self._shared_arena(self._threads)
+            arena = await self._shared_arena(threads)
         except BaseException:
             sock.close()
             raise
         outlet = ShmOutlet(
-            endpoint, sock, arena, self._threads, self._options, self._counters, self._buffer, self._on_outlet_ended, self._closing.discard
+            endpoint, sock, arena, threads, self._options, self._counters, self._buffer, self._on_outlet_ended, self._closing.discard
         )
         try:
             await outlet.introduce(self.name)
@@ -150,6 +153,11 @@ class ShmConnector(Connector):
             raise
         self._outlets[endpoint] = outlet
         return outlet
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"shm-{self.name}")
+        return self._threads
 
     async def _shared_arena(self, threads: ThreadPoolExecutor) -> Arena:
         making = self._making_arena

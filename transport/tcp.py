@@ -135,6 +135,9 @@ class TcpConnector(Connector):
             self._listener = listener
         return self._listener.endpoint
 
+    async def reserve(self) -> None:
+        """Nothing: memory comes with each chunk."""
+
     async def dial(self, endpoint: str) -> TcpOutlet:
         """Raises ProtocolError (we were refused: token, version) and ValueError (no such endpoint, keys missing) as well."""
         if self._closed:

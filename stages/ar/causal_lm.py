@@ -86,8 +86,9 @@ class CausalLM(EngineStage):
         return parse(request.params, defaults, args.max_tokens, args.instructions)
 
     def describe(self) -> dict[str, Any]:
-        source = self.args.model
-        name = source.removeprefix("weights:") if not Path(source).exists() else Path(source).stem
+        name = self.args.model.removeprefix("weights:")
+        if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
+            name = Path(name).name.removesuffix(".gguf")
         return {"model": name, "dtype": self._dtype}
 
     def state(self) -> dict[str, Any]:

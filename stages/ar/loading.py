@@ -43,6 +43,8 @@ def load(source: Any, *, dtype: str, device: str, threads: int, attention: str, 
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # OpenMP threads that spin at every barrier starve each other as soon as another process wants the core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress("importing torch")
     import torch
 
@@ -89,4 +91,6 @@ def refuse_gaps(path: Path, info: dict[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if names := sorted(str(name) for name in info.get(kind) or ()):
             listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ConfigError(f"{path}: {kind.replace('_', ' ')}: {listed}", hint="the checkpoint does not belong to its config.json", param="model")
+            raise ConfigError(
+                f"{path}: {kind.replace('_', ' ')}: {listed}", hint="the checkpoint does not belong to its config.json", param="model"
+            )

@@ -82,7 +82,9 @@ class FasterWhisper(Stage):
 
         path = self.context.model_path(self.args.model)
         if not (Path(path) / "model.bin").is_file():
-            raise ConfigError(f"{path}: there is no model.bin", hint="this stage takes a Whisper model in CTranslate2's format", param="model")
+            raise ConfigError(
+                f"{path}: there is no model.bin", hint="this stage takes a Whisper model in CTranslate2's format", param="model"
+            )
         self.context.progress("reading Whisper")
         try:
             self._model = Whisper(
@@ -119,7 +121,11 @@ class FasterWhisper(Stage):
         audio = heard.finish()
         is_first = True
         async for segment in self._segments(audio, options, made, made_of):
-            meta: dict[str, Any] = {"start_s": round(segment.start_s, 3), "end_s": round(segment.end_s, 3), "language": self._language(options)}
+            meta: dict[str, Any] = {
+                "start_s": round(segment.start_s, 3),
+                "end_s": round(segment.end_s, 3),
+                "language": self._language(options),
+            }
             if segment.words is not None:
                 meta["words"] = segment.words
             yield text_chunk(segment.text.lstrip() if is_first else segment.text, **meta)

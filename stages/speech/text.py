@@ -144,7 +144,11 @@ def _boundary(word: str, gap: str, after: str, *, is_first: bool) -> int:
         return 2
     if last == ".":
         stem = bare.lstrip("\"'“‘([{*_").rstrip(".").lower()
-        if stem in ALWAYS_SHORT or (stem in ABBREVIATIONS and not after.isupper()) or (len(stem) == 1 and stem.isalpha() and after.isupper()):
+        if (
+            stem in ALWAYS_SHORT
+            or (stem in ABBREVIATIONS and not after.isupper())
+            or (len(stem) == 1 and stem.isalpha() and after.isupper())
+        ):
             return 0  # "Dr. Smith", "etc. and", "J. Bach"
         if is_first and stem.isdigit():
             return 0  # "1. Open the box": the number belongs to what follows
@@ -199,10 +203,8 @@ def spoken(text: str) -> str:
     return words if any(character.isalnum() for character in words) else ""
 
 
-ONES = (
-    "zero one two three four five six seven eight nine ten "
-    "eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-).split()  # noqa: SIM905
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen".split()  # noqa: SIM905
+ONES += [f"{stem}teen" for stem in ("fif", "six", "seven", "eigh", "nine")]
 TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
 ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth", "twelve": "twelfth"}

@@ -41,7 +41,7 @@ class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`[stage.args]` of speech.tts.kokoro."""
 
     model: str = "weights:kokoro-82m"  # model source: a folder with *.onnx, voices*.npz (or .bin) and, if need be, vocab.json
-    voice: str = "jf_alpha"  # default voice; one of the voices file
+    voice: str = "jm_kumo"  # default voice, one of the voices file; of the five it is the best understood
     language: str = "en-us"  # of the phonemes, as espeak-ng names it: "en-us", "en-gb" ...
     speed: Annotated[float, Meta(ge=0.5, le=2.0)] = 1.0  # default speed
     max_text_chars: Annotated[int, Meta(ge=1)] = 100_000  # of one request; more is refused
@@ -81,7 +81,7 @@ class Kokoro(Stage):
         self._language(self.args.language)
         # The first run of a session is slow, and so is the first call of espeak.
         self.context.progress("warming up")
-        for text in ("Sure thing.", "The answer to your question is a little longer than that."):
+        for text in ("Sure.", "That is a good question."):
             self.sound(text, self.args.voice, 1.0, self.args.language)
 
     def describe(self) -> dict[str, Any]:

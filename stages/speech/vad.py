@@ -124,7 +124,9 @@ class SileroVad(Stage):
 
         path = self.context.model_path(self.args.model)
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1  # a window is 0.2 ms of work: threads would only wait for each other
+        options.intra_op_num_threads = options.inter_op_num_threads = (
+            1  # a window is 0.2 ms of work: threads would only wait for each other
+        )
         options.log_severity_level = 3
         model = path / "model.onnx" if path.is_dir() else path
         self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])

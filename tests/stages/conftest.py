@@ -18,4 +18,4 @@ def kokoro():
 @pytest.fixture(scope="session")
 def spoken_sentence(kokoro) -> np.ndarray:
     """A question, spoken: (samples,) float32 at 24 kHz, without silence around it."""
-    return kokoro.sound("What is the capital of France?", "jf_alpha", 1.0, "en-us")
+    return kokoro.sound("What is the capital of France?", "jm_kumo", 1.0, "en-us")

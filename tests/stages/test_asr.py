@@ -33,7 +33,7 @@ async def test_a_sentence_is_understood(asr, spoken_sentence):
 async def test_words_carry_their_times(asr, spoken_sentence):
     chunks = await run(asr, request("transcribe", timestamps=True), [audio_chunk(spoken_sentence, 24_000)])
     words = [word for chunk in chunks for word in chunk.meta["words"]]
-    assert [word["word"] for word in words] == "What is the capital of France?".split()
+    assert [word["word"] for word in words] == ["What", "is", "the", "capital", "of", "France?"]
     assert all(type(word[edge]) is float for word in words for edge in ("start", "end"))
     assert [word["start"] for word in words] == sorted(word["start"] for word in words)
 

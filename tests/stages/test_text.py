@@ -26,7 +26,10 @@ def cut(text: str, size: int = 10**9) -> list[str]:
         ("at 9:30 am, 12:05, 8:00", "at nine thirty a m, twelve oh five, eight o'clock"),
         ("the 1st, 22nd and 30th", "the first, twenty second and thirtieth"),
         ("in 1984, 2005 and 1900", "in nineteen eighty four, two thousand five and nineteen hundred"),
-        ("agent 007, room 12345678901234567890", "agent zero zero seven, room " + " ".join("one two three four five six seven eight nine zero".split() * 2)),
+        (
+            "agent 007, room 12345678901234567890",
+            "agent zero zero seven, room " + " ".join(["one two three four five six seven eight nine zero"] * 2),
+        ),
         ("version 1.2.3", "version one point two point three"),
         ("10-20 km, 1 kg, 1/2", "ten to twenty km, one kilogram, one half"),
         ("Dr. Smith, e.g. Mr. Jones vs. him", "doctor Smith, for example mister Jones versus him"),
@@ -82,7 +85,11 @@ def test_the_first_clause_comes_before_the_sentence_ends():
 
 
 def test_later_clauses_are_whole_sentences():
-    long = "Well then. " + "It was a fine day. " + "The people who lived there, and those who came to visit, liked the old town very much indeed."
+    long = (
+        "Well then. "
+        + "It was a fine day. "
+        + "The people who lived there, and those who came to visit, liked the old town very much indeed."
+    )
     assert cut(long)[2:] == ["The people who lived there, and those who came to visit,", "liked the old town very much indeed."]
 
 

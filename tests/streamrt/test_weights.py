@@ -143,7 +143,15 @@ def test_conversion_runs_once_and_its_output_is_what_is_kept(carrier, tmp_path, 
 
 def test_sources_are_taken_apart(tmp_path):
     (tmp_path / "models").mkdir()
-    kinds = {"./x": "path", "/x": "path", "~/x": "path", "models": "path", "org/name": "hub", "org/name@v1": "hub", "weights:a-1": "weights"}
+    kinds = {
+        "./x": "path",
+        "/x": "path",
+        "~/x": "path",
+        "models": "path",
+        "org/name": "hub",
+        "org/name@v1": "hub",
+        "weights:a-1": "weights",
+    }
     assert {source: weights.parse(source, tmp_path).kind for source in kinds} == kinds
     assert weights.parse("random:c.json", tmp_path) == weights.ModelSource("random", "random:c.json", path=tmp_path / "c.json")
 
