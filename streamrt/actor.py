@@ -79,7 +79,7 @@ class Inbox:
         while self._open:
             while not self._leases:
                 if self._error is not None:
-                    raise self._error
+                    raise type(self._error)(*self._error.args)  # a new one: its traceback would hold the reader's chunks
                 self._wake = asyncio.get_running_loop().create_future()
                 await self._wake
             self._current = self._leases.popleft()

@@ -6,6 +6,8 @@ meant so, or is only missing on this machine, is a warning.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from streamrt import weights
@@ -37,6 +39,7 @@ class StageReport(msgspec.Struct, frozen=True):
     gives: dict[str, str]
     replicas: int
     memory_bytes: int
+    args: dict[str, Any]  # as the file and the overrides have them
 
 
 class TaskReport(msgspec.Struct, frozen=True):
@@ -118,7 +121,15 @@ def _stage(config: PipelineConfig, name: str, graph: Graph, kind: type[Stage]) -
     stage, deploy = config.stage_named(name), config.deployed(name)
     gives = graph.nodes[name].gives
     return StageReport(
-        name, stage.use, target_of(stage.use), stage.inputs, tuple(sorted(kind.takes)), gives, deploy.replicas, deploy.memory_bytes
+        name,
+        stage.use,
+        target_of(stage.use),
+        stage.inputs,
+        tuple(sorted(kind.takes)),
+        gives,
+        deploy.replicas,
+        deploy.memory_bytes,
+        stage.args,
     )
 
 

@@ -449,6 +449,8 @@ class Client:
             cause = error.cause if isinstance(error, Cancelled) else error.code
             self._cancel_everywhere(call, cause)
             self.metrics.count("streamrt_cancels_total", cause)
+        elif call._entry is not None and call._fed >= 0:  # the stages wanted no more of it: a feed that waits returns
+            call._entry.cancel(call.id, call.epoch)
         for task in call._tasks:
             task.cancel()
         if call._entry is not None:

@@ -127,6 +127,7 @@ class DeployConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: SizeOrEmpty = ""  # of one replica on its device; "" = not counted
     device: Device = "cpu"
     cores: tuple[CountOrZero, ...] = ()  # CPU numbers that a replica is pinned to; () = any
+    nice: Annotated[int, Meta(ge=0, le=19)] = 0  # gives way to its neighbours on shared cores from ready on, the more the higher
     connector: Literal["shm", "tcp"] = "shm"  # how its chunks arrive
     max_requests: CountOrZero = 0  # requests held at a time by one replica; 0 = the stage class's default
     load_timeout_s: Seconds = 120.0  # from start to ready

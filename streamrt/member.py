@@ -188,10 +188,10 @@ class Member:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            due += self.heartbeat_s
-            await asyncio.sleep(due - loop.time())
             lag_ms = max(0.0, (loop.time() - due) * 1000)
             if lag_ms > LAG_LOG_MS:
                 log.warning("loop.late", process=self.name, lag_ms=lag_ms, at_ns=time.monotonic_ns())
                 due = loop.time()
             self._send(Heartbeat(self.name, self.incarnation, lag_ms, state(), metrics(lag_ms / 1000)))
+            due += self.heartbeat_s
+            await asyncio.sleep(due - loop.time())

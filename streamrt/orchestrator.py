@@ -193,7 +193,7 @@ class Orchestrator:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,
+                    process_group=0,  # Ctrl-C is ours to handle; one session, because the kernel weighs `nice` inside a session only
                 )
         except OSError as error:  # no memory, no descriptor or no process is left: as if it had died at once
             log.error("process.not_started", process=process.name, error=error)
@@ -240,7 +240,7 @@ class Orchestrator:
         name = child.process.name
         if not self._supervisor.is_stopping:
             log.warning("process.exited", process=name, status=status)
-        child.ready = None
+        child.ready, child.info, child.metrics = None, {}, []
         self._act(self._supervisor.on_exited(name, status, time.monotonic_ns()))
 
     def _on_not_started(self, name: str, error: str) -> None:
@@ -264,6 +264,7 @@ class Orchestrator:
                 self._changed()
             case Ready():
                 child.ready = message
+                _give_way(child)
                 if message.address and self._run is not None:
                     self._facts.gateways = self._addresses()
                     self._run.publish(self._facts)
@@ -390,6 +391,14 @@ class Orchestrator:
     @staticmethod
     def _identity(child: _Child) -> str:
         return f"{child.process.name}/{child.incarnation}"
+
+
+def _give_way(child: _Child) -> None:
+    """Set `nice`, once loading is over: everybody waits for that. The kernel keeps it per thread."""
+    if child.process.nice and child.popen is not None:
+        for thread in os.listdir(f"/proc/{child.popen.pid}/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), child.process.nice)
 
 
 def _end(child: _Child) -> None:

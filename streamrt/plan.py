@@ -67,6 +67,7 @@ class Process(msgspec.Struct, frozen=True):
     env: dict[str, str]  # added to the orchestrator's own
     threads: int = 1
     cores: tuple[int, ...] = ()  # pinned to these; () = any
+    nice: int = 0
     device: str = "cpu"
     memory_bytes: int = 0
     connector: str = "shm"
@@ -154,6 +155,7 @@ def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, ma
         env={**dict.fromkeys(THREAD_VARIABLES, str(deploy.threads)), **deploy.env},
         threads=deploy.threads,
         cores=deploy.cores,
+        nice=deploy.nice,
         device=_device(deploy.device),
         memory_bytes=deploy.memory_bytes,
         connector=deploy.connector,

@@ -183,7 +183,9 @@ class Bench:
         chosen = (Edge("client", self.client.endpoint, "text"),) if edges is None else tuple(edges)
         self.work.send(Work(request_id, 0, "respond", tuple(sources), chosen, time_left_s))
 
-    async def feed(self, *texts: str, request_id: str = "r1", end: bool = True, outlet: Outlet | None = None, stage: str = "client", **meta: Any) -> None:
+    async def feed(
+        self, *texts: str, request_id: str = "r1", end: bool = True, outlet: Outlet | None = None, stage: str = "client", **meta: Any
+    ) -> None:
         for text in texts:
             await self._send(text_chunk(text, **meta), Place.PARTIAL, request_id, outlet or self.entry, stage)
         if end:
@@ -266,7 +268,13 @@ async def test_a_request_streams_and_ends_once(tmp_path: Path) -> None:
 async def test_every_edge_ends_once_and_gets_its_own_port(tmp_path: Path) -> None:
     async with bench(tmp_path) as it:
         second = await it.peer("next/1")
-        it.ask(edges=[Edge("client", it.client.endpoint, "text"), Edge("next", second.endpoint, "text"), Edge("client", it.client.endpoint, "other")])
+        it.ask(
+            edges=[
+                Edge("client", it.client.endpoint, "text"),
+                Edge("next", second.endpoint, "text"),
+                Edge("client", it.client.endpoint, "other"),
+            ]
+        )
         await it.feed("a", end=False)
         await it.feed("b", to="other")
         assert (await it.outcome()).outcome == "completed"
@@ -325,7 +333,7 @@ async def test_a_stage_that_stops_reading_early_has_completed(tmp_path: Path) ->
         it.ask()
         await it.feed("stop", end=False)
         assert (await it.outcome()).outcome == "completed"
-        await it.feed(*"many more than the window holds".split())
+        await it.feed(*["many", "more", "than", "the", "window", "holds"])
         await it.is_empty()
 
 
@@ -395,7 +403,9 @@ async def test_chunks_that_come_before_their_work_wait_for_it_in_order(tmp_path:
         await it.is_empty()
 
 
-async def test_chunks_whose_work_never_comes_are_given_back_and_a_late_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunks_whose_work_never_comes_are_given_back_and_a_late_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(actor_module, "EARLY_CHUNK_S", 0.01)
     async with bench(tmp_path) as it:
         await it.feed("a", "b", "c", end=False)

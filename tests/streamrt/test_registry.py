@@ -144,7 +144,7 @@ sys.modules.update(dict.fromkeys({sorted(EXTRAS)}))
 from streamrt.registry import STAGES, load_class
 for name in STAGES:
     load_class(name)
-assert not [m for m in ("aiohttp", "zmq.asyncio") if m in sys.modules], sys.modules
+assert "aiohttp" not in sys.modules
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False

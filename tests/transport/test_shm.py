@@ -57,6 +57,19 @@ async def test_a_process_that_only_consumes_has_no_arena(shm: Callable[..., ShmC
     assert (consumer.stats().peers, producer.stats().peers) == (1, 1)
 
 
+async def test_what_sending_needs_may_be_allocated_before_the_first_dial(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
+    consumer, producer = shm("consumer"), shm("producer")
+    await asyncio.gather(producer.reserve(), producer.reserve())
+    reserved = producer.stats().bytes_total
+    assert reserved > 0
+    await producer.reserve()
+    await producer.dial(await inbox.open(consumer))
+    assert producer.stats().bytes_total == reserved
+    await producer.close()
+    with pytest.raises(Closed):
+        await producer.reserve()
+
+
 async def test_nothing_is_left_behind(shm: Callable[..., ShmConnector], tmp_path: Path) -> None:
     before, files = descriptors(), sorted(os.listdir("/dev/shm"))
     for _ in range(5):
