@@ -1,9 +1,9 @@
 """The stages that ship with streamrt, by the name that `use` takes.
 
-    echo                      text back as it came
-    speech.vad.silero         audio -> turn events
-    speech.asr.faster_whisper audio -> text
-    speech.tts.kokoro         text -> audio
-    ar.causal_lm              messages -> text, any transformers causal language model
-    testing.*                 scripted stages for tests of protocols and of your own pipelines
+echo                      text back as it came
+speech.vad.silero         audio -> turn events
+speech.asr.faster_whisper audio -> text
+speech.tts.kokoro         text -> audio
+ar.causal_lm              messages -> text, any transformers causal language model
+testing.*                 scripted stages for tests of protocols and of your own pipelines
 """

@@ -96,8 +96,9 @@ class Orchestrator:
         self._on_ready = on_ready
         self._children = {process.name: _Child(process) for process in plan.processes}
         self._supervisor = Supervisor(
-            [Watched(p.name, p.level, p.load_timeout_s, p.hang_timeout_s) for p in plan.processes],
+            [Watched(p.name, p.level, p.load_s, p.load_timeout_s, p.hang_timeout_s) for p in plan.processes],
             config.run,
+            max_loading=max(2, len(plan.machine.cores)),
         )
         self._guests: dict[str, str] = {}  # identity -> kind, of registered gateways and clients
         self._left: deque[str] = deque(maxlen=MAX_GUESTS)  # whose liveness socket ended before their Register came

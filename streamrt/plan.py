@@ -73,6 +73,7 @@ class Process(msgspec.Struct, frozen=True):
     connector: str = "shm"
     arena_bytes: int = 0
     max_requests: int = 0
+    load_s: float = 1.0  # about how long it loads, alone on a core
     load_timeout_s: float = GATEWAY_LOAD_TIMEOUT_S
     hang_timeout_s: float = GATEWAY_HANG_TIMEOUT_S
 
@@ -133,10 +134,7 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
         for name in names:
             deploy = config.deployed(name)
             _check_placement(name, deploy, machine, Where(config.file))
-            processes += [
-                _stage_process(name, replica, level, deploy, deploy.max_requests or classes[name].max_requests)
-                for replica in range(deploy.replicas)
-            ]
+            processes += [_stage_process(name, replica, level, deploy, classes[name]) for replica in range(deploy.replicas)]
     processes += [_gateway_process(replica, len(levels)) for replica in range(config.gateway.replicas)]
     memory = _memory_by_device(processes)
     _check_memory(memory, processes, machine, Where(config.file))
@@ -144,7 +142,7 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
     return Plan(config.name, tuple(processes), memory, shm_bytes, machine, tuple(_warnings(processes, shm_bytes, machine)))
 
 
-def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, max_requests: int) -> Process:
+def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, kind: type[Stage]) -> Process:
     return Process(
         name=f"{name}#{replica}",
         kind="stage",
@@ -160,7 +158,8 @@ def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, ma
         memory_bytes=deploy.memory_bytes,
         connector=deploy.connector,
         arena_bytes=deploy.arena_bytes,
-        max_requests=max_requests,
+        max_requests=deploy.max_requests or kind.max_requests,
+        load_s=kind.load_s,
         load_timeout_s=deploy.load_timeout_s,
         hang_timeout_s=deploy.hang_timeout_s,
     )

@@ -19,7 +19,15 @@ from streamrt import weights
 from streamrt.config import PipelineConfig
 from transport.messages import Table
 
-STYLES = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "down": "red", "failed": "red"}
+STYLES = {
+    "ready": "green",
+    "waiting": "dim",
+    "loading": "yellow",
+    "starting": "yellow",
+    "draining": "yellow",
+    "down": "red",
+    "failed": "red",
+}
 
 
 class Display:

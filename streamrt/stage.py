@@ -123,6 +123,7 @@ class Stage:
     gives: ClassVar[Mapping[str, str]] = {}  # output port -> modality; the first is the default port
     tasks: ClassVar[tuple[str, ...]] = ()  # tasks that enter here
     Args: ClassVar[type[msgspec.Struct]] = NoArgs  # what [stage.args] may hold; strict
+    load_s: ClassVar[float] = 1.0  # about how long `load` takes on one core; what takes longest is started first
     max_requests: ClassVar[int] = 4  # default of [deploy.<stage>] max_requests
     models: ClassVar[tuple[str, ...]] = ()  # names of Args fields that hold a model source: fetched by `streamrt fetch`
 

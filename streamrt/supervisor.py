@@ -13,6 +13,8 @@ Rules
 - What fails before it was ever ready is given up at once, with its error: a pipeline that can not start says so and ends.
 - What had been ready is restarted after a delay that doubles with each restart inside `restart_window_s`; more than
   `max_restarts` of them inside it, and it is given up while the others go on.
+- At the start at most `max_loading` processes load side by side, those that take longest first: loading is work for a core, and the
+  longest one decides when the pipeline is ready.
 - Until ready, only death and `load_timeout_s` count; from ready on, only death and missed heartbeats.
 - Stopping goes from the last level to the first, each level once the later one is gone: drain, stop, and kill past the bound.
 
@@ -31,7 +33,7 @@ from streamrt.config import RunConfig
 
 STOP_S = 3.0  # from Stop, or from the end of the drain, until Kill
 
-STATES = ("starting", "loading", "ready", "draining", "down", "failed")
+STATES = ("waiting", "starting", "loading", "ready", "draining", "down", "failed")
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ class Watched(msgspec.Struct, frozen=True):
 
     name: str
     level: int = 0  # stopped in descending order
+    load_s: float = 1.0  # about how long it loads, alone on a core
     load_timeout_s: float = 120.0
     hang_timeout_s: float = 10.0
 
@@ -87,7 +90,7 @@ class Child:
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
         self.name = watched.name
-        self.state = "down"
+        self.state = "waiting"  # for its turn to load
         self.is_alive = False  # there is an OS process, whatever its state
         self.error = ""  # why it is down, failed or being killed
         self.hint = ""
@@ -102,10 +105,12 @@ class Child:
 class Supervisor:
     """The policy of one run. Owned by the orchestrator."""
 
-    def __init__(self, watched: Iterable[Watched], policy: RunConfig | None = None) -> None:
+    def __init__(self, watched: Iterable[Watched], policy: RunConfig | None = None, *, max_loading: int = 1000) -> None:
         self.policy = policy or RunConfig()
         self.children: dict[str, Child] = {w.name: Child(w) for w in watched}
+        self.max_loading = max_loading
         self.is_stopping = False
+        self._line: list[Child] = []  # not started yet, the first to start last
         self._drain_until_ns: int | None = None
         self._kill_at_ns: int | None = None
 
@@ -126,11 +131,9 @@ class Supervisor:
         return min((time for time in times if time is not None), default=None)
 
     def start(self, now_ns: int) -> list[Action]:
-        """Begin: all processes, first level first, side by side."""
-        actions: list[Action] = []
-        for child in sorted(self.children.values(), key=lambda child: child.watched.level):
-            actions += self._start(child, now_ns)
-        return actions
+        """Begin: as many processes as may load side by side; the others follow as those get ready."""
+        self._line = sorted(self.children.values(), key=lambda child: (child.watched.load_s, -child.watched.level))
+        return self._start_next(now_ns)
 
     def on_registered(self, name: str) -> list[Action]:
         """It can be spoken to."""
@@ -147,7 +150,7 @@ class Supervisor:
             child.was_ready = True
             child.error = child.hint = ""
             child.due_ns = now_ns + _ns(child.watched.hang_timeout_s)
-        return []
+        return self._start_next(now_ns)
 
     def on_heartbeat(self, name: str, now_ns: int) -> list[Action]:
         child = self.children[name]
@@ -178,7 +181,7 @@ class Supervisor:
         child.error = child.error or f"{_exit_words(status)}{'' if state == 'ready' else f' while {state}'}"
         if not child.was_ready:
             return self._give_up(child, is_fatal=True)
-        return self._back_off(child, now_ns)
+        return self._back_off(child, now_ns) + self._start_next(now_ns)
 
     def on_drained(self, name: str, now_ns: int) -> list[Action]:
         """Nothing runs there any more."""
@@ -227,6 +230,16 @@ class Supervisor:
             child.hint = f"raise load_timeout_s in [deploy.{stage}]" if stage != "gateway" else ""
             actions += self._give_up(child, is_fatal=True)
         return actions
+
+    def _start_next(self, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        while self._line and not self.is_stopping and self._num_loading < self.max_loading:
+            actions += self._start(self._line.pop(), now_ns)
+        return actions
+
+    @property
+    def _num_loading(self) -> int:
+        return sum(child.state in ("starting", "loading") for child in self.children.values())
 
     def _start(self, child: Child, now_ns: int) -> list[Action]:
         child.state = "starting"

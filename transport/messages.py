@@ -162,7 +162,7 @@ class Replica(msgspec.Struct, frozen=True):
     name: str  # "llm#0"
     stage: str
     incarnation: str
-    state: str  # "starting" | "loading" | "ready" | "draining" | "down" | "failed"
+    state: str  # "waiting" | "starting" | "loading" | "ready" | "draining" | "down" | "failed"
     pid: int = 0
     work_endpoint: str = ""
     connectors: dict[str, str] = {}

@@ -44,7 +44,7 @@ export function stagesOf({ stages, edges, replicas }) {
 export function stageState({ replicas }) {
   const states = new Set(replicas.map((replica) => replica.state));
   if (states.has("ready")) return replicas.some((replica) => replica.running > 0) ? "busy" : "ready";
-  return ["loading", "starting", "draining", "failed"].find((state) => states.has(state)) ?? "down";
+  return ["loading", "starting", "waiting", "draining", "failed"].find((state) => states.has(state)) ?? "down";
 }
 
 /** Where everything is, for a picture of at most `width` (wider when the boxes need it). */

@@ -41,6 +41,7 @@ class CausalLM(EngineStage):
     tasks = ("respond",)
     Args = CausalLMArgs
     models = ("model",)
+    load_s = 12.0
     max_requests = 8
     args: CausalLMArgs
 

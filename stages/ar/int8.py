@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -29,10 +30,7 @@ class Int8Linear(nn.Module):
         # Without VNNI two products are added in 16 bits with saturation: 2 * 255 * 63 is what fits.
         levels = 127 if has_vnni else 63
         scales = (weight.abs().amax(1) / levels).clamp(min=1e-12).double()
-        with warnings.catch_warnings():
-            # torch means to remove quantized tensors; nothing else in it runs int8 fast on AVX2 yet. `quantize` looks whether they are there.
-            warnings.simplefilter("ignore", UserWarning)
-            quantized = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8)
+        quantized = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(quantized, None)
         self._bias = None if linear.bias is None else linear.bias.detach().float()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -48,11 +46,13 @@ def quantize(model: nn.Module, *, has_vnni: bool) -> None:
     """Put an `Int8Linear` in the place of every linear layer of `model`, which is float32 and on the CPU."""
     if torch.backends.quantized.engine == "none" or not hasattr(torch, "quantize_per_channel"):
         raise ConfigError('dtype: this build of torch has no int8 kernels for this processor: choose "float32"', param="dtype")
-    found = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, Int8Linear(child, has_vnni=has_vnni))
-                found += 1
-    if not found:
+    linears = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if type(child) is nn.Linear]
+    if not linears:
         raise ConfigError(f"dtype: {type(model).__name__} has no plain linear layer to quantize", param="dtype")
+    # Packing is one thread's work a layer, and loading waits for it.
+    with warnings.catch_warnings(), ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        # torch means to remove quantized tensors; nothing else in it runs int8 fast on AVX2 yet. We have looked whether they are there.
+        warnings.simplefilter("ignore", UserWarning)
+        packed = pool.map(lambda linear: Int8Linear(linear, has_vnni=has_vnni), [child for _, _, child in linears])
+        for (parent, name, _), layer in zip(linears, packed, strict=True):
+            setattr(parent, name, layer)

@@ -62,6 +62,7 @@ class FasterWhisper(Stage):
     gives = {"text": "text"}
     tasks = ("transcribe",)
     Args = Args
+    load_s = 3.0
     max_requests = 8
     models = ("model",)
 

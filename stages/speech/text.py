@@ -36,7 +36,7 @@ class Breath(NamedTuple):
     max_words: int  # and this many end it anyhow
 
 
-BREATHS = (Breath(2, 6), Breath(4, 12), Breath(10, 40))  # of the first clause, the second, and all others
+BREATHS = (Breath(2, 4), Breath(4, 10), Breath(10, 40))  # of the first clause, the second, and all others
 
 ABBREVIATIONS = {
     "mr": "mister", "mrs": "missus", "ms": "miz", "dr": "doctor", "prof": "professor", "st": "saint", "jr": "junior", "sr": "senior",

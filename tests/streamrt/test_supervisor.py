@@ -235,3 +235,24 @@ def test_a_stop_before_anything_lives_is_done_at_once():
     supervisor = Supervisor([Watched("llm#0")], POLICY)
     assert supervisor.stop(0) == []
     assert supervisor.is_stopped
+
+
+def test_what_loads_longest_starts_first_and_the_others_as_places_get_free():
+    watched = [Watched("vad#0", load_s=1), Watched("llm#0", load_s=12), Watched("asr#0", load_s=3), Watched("gateway#0", 1, load_s=1)]
+    supervisor = Supervisor(watched, POLICY, max_loading=2)
+    assert supervisor.start(0) == [Start("llm#0"), Start("asr#0")]
+    assert state(supervisor, "vad#0") == "waiting"
+    assert supervisor.on_ready("asr#0", 1 * S) == [Start("vad#0")]
+    assert supervisor.on_ready("vad#0", 2 * S) == [Start("gateway#0")]
+    assert supervisor.on_ready("gateway#0", 3 * S) == []
+    assert not supervisor.is_ready
+    assert supervisor.on_ready("llm#0", 4 * S) == []
+    assert supervisor.is_ready
+
+
+def test_who_waits_for_a_place_is_not_started_once_we_stop():
+    supervisor = Supervisor([Watched("a#0"), Watched("b#0")], POLICY, max_loading=1)
+    (first,) = supervisor.start(0)
+    supervisor.stop(1 * S, 0)
+    assert supervisor.on_exited(first.name, -9, 2 * S) == []
+    assert supervisor.is_stopped
