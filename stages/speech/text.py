@@ -36,7 +36,8 @@ class Breath(NamedTuple):
     max_words: int  # and this many end it anyhow
 
 
-BREATHS = (Breath(2, 4), Breath(4, 10), Breath(10, 40))  # of the first clause, the second, and all others
+FIRST_WORDS = 4  # most words of the first clause, unless said otherwise
+BREATHS = (Breath(4, 12), Breath(10, 40))  # of the second clause, and of all others
 
 ABBREVIATIONS = {
     "mr": "mister", "mrs": "missus", "ms": "miz", "dr": "doctor", "prof": "professor", "st": "saint", "jr": "junior", "sr": "senior",
@@ -56,9 +57,13 @@ _SOFT = frozenset(",;:—–，、；：")
 
 
 class ClauseSplitter:
-    """One stream of text: `push` what comes, speak the clauses that it gives, `finish` for the rest."""
+    """One stream of text: `push` what comes, speak the clauses that it gives, `finish` for the rest.
 
-    def __init__(self) -> None:
+    `first_words`: the most that the first clause may have. Fewer are heard sooner, more sound better.
+    """
+
+    def __init__(self, first_words: int = FIRST_WORDS) -> None:
+        self._breaths = (Breath(2, first_words), *BREATHS)
         self._text = ""  # not given out yet
         self._base = 0  # where it begins in the stream
         self._count = 0  # clauses given out
@@ -89,7 +94,7 @@ class ClauseSplitter:
 
         Looks at whole words, and at the first character after the white space behind them: enough to know "3." from "3.5".
         """
-        text, breath = self._text, BREATHS[min(self._count, len(BREATHS) - 1)]
+        text, breath = self._text, self._breaths[min(self._count, len(self._breaths) - 1)]
         ends: list[int] = []  # of the words so far
         start = -1
         here = position

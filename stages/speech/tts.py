@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from stages.speech.text import Clause, ClauseSplitter, spoken
+from stages.speech.text import FIRST_WORDS, Clause, ClauseSplitter, spoken
 from streamrt import BadRequest, Chunk, ConfigError, Request, Stage, TooLong, UnknownVoice, audio_chunk
 
 RATE_HZ = 24_000
@@ -44,6 +44,7 @@ class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     voice: str = "jm_kumo"  # default voice, one of the voices file; of the five it is the best understood
     language: str = "en-us"  # of the phonemes, as espeak-ng names it: "en-us", "en-gb" ...
     speed: Annotated[float, Meta(ge=0.5, le=2.0)] = 1.0  # default speed
+    first_words: Annotated[int, Meta(ge=1, le=40)] = FIRST_WORDS  # most of the first clause: fewer are heard sooner, more sound better
     max_text_chars: Annotated[int, Meta(ge=1)] = 100_000  # of one request; more is refused
 
 
@@ -117,7 +118,7 @@ class Kokoro(Stage):
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _read(self, chunks: AsyncIterator[Chunk], clauses: asyncio.Queue[Clause | None]) -> None:
-        splitter = ClauseSplitter()
+        splitter = ClauseSplitter(self.args.first_words)
         length = 0
         try:
             async for chunk in chunks:

@@ -10,7 +10,7 @@ from stages.speech.text import MAX_CHARS, ClauseSplitter, cardinal, ordinal, pie
 
 
 def cut(text: str, size: int = 10**9) -> list[str]:
-    splitter = ClauseSplitter()
+    splitter = ClauseSplitter(first_words=6)
     clauses = [clause for start in range(0, len(text), size) for clause in splitter.push(text[start : start + size])]
     return [clause.text for clause in clauses + splitter.finish()]
 
@@ -78,8 +78,18 @@ def test_where_it_is_cut(text, clauses):
     assert cut(text) == clauses
 
 
+def test_the_first_clause_is_as_short_as_it_is_asked_to_be():
+    assert [clause.text for clause in ClauseSplitter(first_words=4).push("The capital of France is Paris. It ")] == [
+        "The capital of France",
+        "is Paris.",
+    ]
+    assert [clause.text for clause in ClauseSplitter(first_words=6).push("The capital of France is Paris. It ")] == [
+        "The capital of France is Paris."
+    ]
+
+
 def test_the_first_clause_comes_before_the_sentence_ends():
-    splitter = ClauseSplitter()
+    splitter = ClauseSplitter(first_words=6)
     assert splitter.push("One of the best known cities of") == []
     assert [clause.text for clause in splitter.push(" t")] == ["One of the best known cities"]
 

@@ -114,7 +114,7 @@ async def everything_is_free(client: Client) -> None:
     assert not client._calls
     assert not client._waiting
     await until(lambda: not client._tasks)
-    assert [connector.stats().slots_in_use for connector in client._connectors.values()] == [0]
+    await until(lambda: all(connector.stats().slots_in_use == 0 for connector in client._connectors.values()))
 
 
 async def held(client: Client) -> float:

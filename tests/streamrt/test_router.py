@@ -376,7 +376,7 @@ class RouterAgainstModel(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["llm#0", "llm#1", "tts#0", "vad#0"]), window=st.integers(1, 3))
     def window(self, name, window) -> None:
-        if name in self.rows and self.rows[name].state != "down":
+        if name in self.rows and self.router.knows(self.rows[name]):  # a replica answers who has introduced itself
             self.windows[name] = window
             self.admit(self.router.on_window(name, self.rows[name].incarnation, window))
 
