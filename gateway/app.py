@@ -96,10 +96,12 @@ async def serve(
     )
     await runner.setup()
     try:
-        assert runner.server is not None
+        http = runner.server
+        assert http is not None
         listener = listen(config)
         address = address_of(listener, secure=tls is not None)
-        factory = limits.bounded(runner.server, config.max_connections)
+        factory = limits.bounded(http, config.max_connections)
+        client.gauges["streamrt_http_connections"] = lambda: len(http.connections)
         server = await asyncio.get_running_loop().create_server(factory, sock=listener, ssl=tls, backlog=BACKLOG)
         try:
             log.info("gateway.listening", address=address, replica=replica)

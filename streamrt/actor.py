@@ -448,6 +448,7 @@ class Actor:
             work.request_id, work.epoch, outcome,
             error_code=getattr(error, "code", "stage_failed") if error else "",
             error=getattr(error, "message", str(error)) if error else "",
+            error_param=getattr(error, "param", ""),
             timings=_timings(running, now),
         )  # fmt: skip
         self._tell(running.client, message)

@@ -228,7 +228,7 @@ def _need_weights(config: Any, classes: Any, fetch: bool) -> None:
 
         fetch_with_progress(sources, config.folder)
     for source in sources:
-        resolve(source, config.folder)
+        resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}")
 
 
 def _detach(name: str) -> None:

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -198,6 +198,7 @@ class Client:
     def __init__(self, member: Member) -> None:
         self.member = member
         self.metrics = Metrics()
+        self.gauges: dict[str, Callable[[], float]] = {}  # metrics labelled with this process alone, looked at when they are asked for
         self._connectors: dict[str, Connector] = {}
         self._endpoints: dict[str, str] = {}
         self._routes: dict[str, TaskRoute] = {}
@@ -333,6 +334,8 @@ class Client:
     def snapshot(self, lag_s: float) -> list[Sample]:
         """This process's series."""
         self.metrics.set("streamrt_client_waiting_requests", self.member.name, value=self._router.num_waiting)
+        for name, look in self.gauges.items():
+            self.metrics.set(name, self.member.name, value=look())
         return self.metrics.snapshot()
 
     async def close(self) -> None:
@@ -548,7 +551,7 @@ class Client:
             case "expired":
                 self._end(call, Expired(message.error))
             case "failed":
-                self._end(call, from_code(message.error_code, message.error))
+                self._end(call, from_code(message.error_code, message.error, param=message.error_param))
             case "refused":
                 self._end(call, Unavailable(f"stage {stage}: {message.error}"))
             case _:  # it was cancelled by a neighbour that failed, and that one says why; or it shuts down
@@ -596,6 +599,12 @@ class Client:
             return
         self._lanes[replica.name] = lane
         self._send(lane, Join(self.member.identity))
+        if any(route.entry == replica.stage for route in self._routes.values()):
+            scheme = self._scheme(replica.stage)
+            try:  # so that the first request finds the channel made
+                await self._connectors[scheme].dial(replica.connectors[scheme])
+            except TransportError as error:
+                log.info("replica.not_dialed", replica=replica.name, error=error)  # the first request dials again, and says why not
 
     def _admit(self, admitted: Sequence[Assignment]) -> None:
         for assignment in admitted:

@@ -99,9 +99,11 @@ class AlreadyRunning(StreamrtError):
     code = "already_running"
 
 
-def from_code(code: str, message: str) -> StreamrtError:
+def from_code(code: str, message: str, *, param: str = "") -> StreamrtError:
     """The error that `code` names, as it came over the wire."""
-    return _by_code.get(code, StageFailed)(message)
+    error = _by_code.get(code, StageFailed)(message)
+    error.param = param
+    return error
 
 
 def tree(root: type[StreamrtError] = StreamrtError) -> list[type[StreamrtError]]:

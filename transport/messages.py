@@ -76,7 +76,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     outcome: str  # "completed" | "cancelled" | "failed" | "expired" | "refused"
     error_code: str = ""  # code of the error class, see streamrt/errors.py
     error: str = ""
-    timings: dict[str, float] = {}  # milliseconds: queue_wait_ms, first_chunk_ms, total_ms, compute_ms
+    error_param: str = ""  # the field of the request that is wrong
+    timings: dict[str, float] = {}  # milliseconds: queue_wait_ms, first_chunk_ms, total_ms
 
 
 ToClient = Window | Finished

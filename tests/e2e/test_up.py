@@ -188,6 +188,16 @@ def test_what_can_not_start_says_why_and_leaves_nothing(toml: str, message: str,
     assert list(Path(os.environ["STREAMRT_RUN_ROOT"]).iterdir()) == []
 
 
+def test_missing_weights_are_said_before_anything_starts_with_the_line_that_brings_them(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[pipeline]\nname = "x"\n[[stage]]\nname = "vad"\nuse = "speech.vad.silero"\n')
+    done = run_cli("up", str(path), "--no-gateway", env={"STREAMRT_CACHE": str(tmp_path / "cache")})
+    assert done.returncode == 2
+    assert "weights:silero-vad" in done.stderr
+    assert f"hint: streamrt fetch {path}" in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(ECHO)
