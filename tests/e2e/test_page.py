@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import shutil
 import wave
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -62,18 +60,6 @@ MIC_HZ = 48_000
 RATES_HZ = [(48_000, 24_000), (44_100, 24_000), (16_000, 24_000), (24_000, 48_000), (24_000, 44_100), (24_000, 24_000)]
 
 OpenPage = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    """Path of the browser. `.ci/run` installs it and requires it; elsewhere its absence is said."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        reason = "no Chromium on this machine: apt-get install chromium"
-        if os.environ.get("STREAMRT_REQUIRE_BROWSER") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ import jiwer
 import numpy as np
 import pytest
 from openai import OpenAI
+from playwright.async_api import async_playwright, expect
 
 from tests.pipelines import Running, children_of, run_cli, start
 
@@ -221,6 +222,28 @@ def test_wav_that_is_streamed_has_one_header(client: OpenAI) -> None:
     with wave.open(io.BytesIO(data)) as file:
         assert file.getframerate() == 24_000
         assert len(file.readframes(10**9)) > 24_000
+
+
+async def test_the_page_hears_a_question_and_answers_aloud(voice: Running, chromium: str, question: Path, tmp_path: Path) -> None:
+    """A browser whose microphone is a file: the words of both sides show, and sound is played."""
+    microphone = tmp_path / "microphone.wav"
+    with wave.open(str(question)) as file:
+        rate, spoken = file.getframerate(), file.readframes(file.getnframes())
+    with wave.open(str(microphone), "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.writeframes(bytes(2 * rate) + spoken + bytes(2 * 40 * rate))
+    arguments = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
+    arguments.append(f"--use-file-for-fake-audio-capture={microphone}%noloop")
+    async with async_playwright() as browsers:
+        browser = await browsers.chromium.launch(executable_path=chromium, args=arguments)
+        page = await browser.new_page()
+        await page.goto(voice.url)
+        await page.get_by_role("button", name="Talk", exact=True).click()
+        lines = page.locator("#talk-lines")
+        await expect(lines.locator(".line.user p").first).to_contain_text("capital of France", timeout=30_000)
+        await expect(lines.locator(".line.assistant p").first).to_contain_text("Paris", timeout=30_000)
+        await page.wait_for_function("() => Number(document.body.dataset.samplesPlayed) > 24000", timeout=30_000)
+        await browser.close()
 
 
 async def test_two_speak_at_once(voice: Running) -> None:
