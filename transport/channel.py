@@ -4,7 +4,7 @@
       Hello + arena's descriptor   ------>
                                    <------  Welcome | Refused
       FileComing, File + descriptor  ---->  (a jumbo area, before the first chunk that lies in it)
-      Data, Cancel, FileGone       ------>
+      Data, Cancel, FileGone, Hurry  ---->
                                    <------  Release (many chunks at once)
       end-of-file = that side is gone
 
@@ -12,7 +12,8 @@ Knows sockets and messages. Knows nothing of slots, credit or requests.
 
 Rules
 - Nothing blocks and nothing spins: what the socket does not take now waits in a queue for `add_writer`; credit bounds the queue.
-- At most 64 messages are read per callback, so that the loop's other work gets its turn.
+- At most 64 messages are read per callback, so that the loop's other work gets its turn; looking for one that is not there costs as much
+  as reading one, so where messages come alone they are read one per callback.
 - File descriptors are taken only with the two messages that announce them.
 - A message that can not be understood ends the lane.
 
@@ -40,6 +41,7 @@ from transport.errors import Broken, ProtocolError, TooLarge
 VERSION = 1  # of these messages and of layout.py
 MAX_MESSAGE_BYTES = 128 * 2**10
 MAX_READS = 64  # messages per callback
+_LONE = 16  # callbacks that read one message only, after one that found no second
 INLINE = -1  # `Data.file` of a payload that came along
 END_OF_FILE = "end-of-file"  # what `on_end` is told when the peer hung up
 _SEND_BUFFER_BYTES = 4 * 2**20  # about ten thousand descriptors, as far as the system allows it
@@ -91,7 +93,11 @@ class FileGone(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
     file: int
 
 
-ToConsumer = Hello | Data | Cancel | FileComing | File | FileGone
+class Hurry(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
+    """A send waits for credit or for a slot: release what you have, and what you have next, at once."""
+
+
+ToConsumer = Hello | Data | Cancel | FileComing | File | FileGone | Hurry
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
@@ -156,6 +162,7 @@ class Lane:
         self._sock = sock
         self._fd = sock.fileno()
         self._buffer = buffer
+        self._lone = 0
         self._view = memoryview(buffer)
         self._decode = decoder.decode
         self._on_message = on_message
@@ -177,6 +184,12 @@ class Lane:
         """Send one message, now or as soon as the socket takes it; never waits. Raises Broken when the peer is gone."""
         if self._hung_up or self.closed:
             raise Broken("the peer has hung up")
+        if file is None and not self._queue:
+            try:
+                self._sock.send(data)
+                return
+            except OSError:  # full or gone: said below
+                pass
         if self._queue or not self._send(data, file):
             if not self._queue:
                 self._loop.add_writer(self._fd, self._on_writable)
@@ -210,7 +223,10 @@ class Lane:
 
     def _on_readable(self) -> None:
         sock, buffer, view = self._sock, self._buffer, self._view
-        for _ in range(MAX_READS):
+        for reads in range(MAX_READS):
+            if reads == 1 and self._lone:
+                self._lone -= 1
+                return
             fd = -1
             try:
                 if self._takes_fd:
@@ -218,8 +234,11 @@ class Lane:
                 else:
                     nbytes = sock.recv_into(buffer)
             except BlockingIOError:
+                if reads == 1:
+                    self._lone = _LONE
                 return
             except ConnectionResetError:
+                self._lone = 0  # libuv does not call again after an error
                 continue  # it hung up with messages of ours unread; what it sent before still comes
             if nbytes == 0:
                 self._end(END_OF_FILE)
