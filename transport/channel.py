@@ -255,13 +255,8 @@ class Lane:
                 return
 
     def _recv_with_fd(self) -> tuple[int, int]:
-        """Length and descriptor (-1: none came)."""
-        nbytes, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
         self._takes_fd = False
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(data) == 4:
-                return nbytes, struct.unpack("i", data)[0]
-        return nbytes, -1
+        return recv_with_fd(self._sock, self._buffer)
 
     def _end(self, why: str) -> None:
         self._stop_reading()
@@ -305,9 +300,9 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._path = path
         self._on_peer = on_peer
-        self._sock = _seqpacket()
+        self._sock = seqpacket()
         try:
-            with _address(path) as address:
+            with socket_address(path) as address:
                 self._sock.bind(address)
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
             self._sock.listen(1024)
@@ -330,8 +325,8 @@ class Listener:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             sock.setblocking(False)
-            if _uid(sock) == os.geteuid():
-                _enlarge(sock)
+            if is_ours(sock):
+                enlarge(sock)
                 self._on_peer(sock)
             else:
                 sock.close()
@@ -339,9 +334,9 @@ class Listener:
 
 async def connect(path: Path) -> socket.socket:
     """Raises Broken when nobody of this user listens at `path`."""
-    sock = _seqpacket()
+    sock = seqpacket()
     try:
-        with _address(path) as address:
+        with socket_address(path) as address:
             try:
                 sock.connect(address)
             except BlockingIOError:  # its queue of callers is full, and there is no event for that: wait on a thread
@@ -349,9 +344,9 @@ async def connect(path: Path) -> socket.socket:
                 sock.settimeout(5.0)
                 await asyncio.to_thread(sock.connect, address)
                 sock.setblocking(False)
-        if _uid(sock) != os.geteuid():
+        if not is_ours(sock):
             raise Broken(f"{path} belongs to another user")
-        _enlarge(sock)
+        enlarge(sock)
     except OSError as error:
         sock.close()
         raise Broken(f"nobody listens at {path}: {error.strerror or error}") from error
@@ -361,21 +356,31 @@ async def connect(path: Path) -> socket.socket:
     return sock
 
 
+def recv_with_fd(sock: socket.socket, buffer: bytearray) -> tuple[int, int]:
+    """Read one message; its length, and the descriptor that came along (-1: none)."""
+    nbytes, ancillary, _, _ = sock.recvmsg_into([buffer], socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(data) == 4:
+            return nbytes, struct.unpack("i", data)[0]
+    return nbytes, -1
+
+
 def check_version(version: int) -> None:
     if version != VERSION:
         raise ProtocolError(f"the peer speaks version {version} of the shared-memory lane, this process {VERSION}")
 
 
-def _seqpacket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+def seqpacket(kind: int = socket.SOCK_NONBLOCK) -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | kind)
 
 
-def _uid(sock: socket.socket) -> int:
+def is_ours(sock: socket.socket) -> bool:
+    """The process at the other end belongs to this user."""
     _pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
+    return bool(uid == os.geteuid())
 
 
-def _enlarge(sock: socket.socket) -> None:
+def enlarge(sock: socket.socket) -> None:
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
     except PermissionError:
@@ -383,7 +388,7 @@ def _enlarge(sock: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _address(path: Path) -> Iterator[str]:
+def socket_address(path: Path) -> Iterator[str]:
     """`path` as a socket address, by way of its directory's descriptor when it is too long for one."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
