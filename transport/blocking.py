@@ -9,7 +9,8 @@ The same ring, messages, leases and credit as `outlet.py` and `inbound.py`; what
 
 Rules
 - Each end belongs to one thread; leases and their views may die on any.
-- Releases go out when a quarter of a window or a big chunk has settled, when the producer waits, and before the consumer waits.
+- Releases go out when a quarter of a window or a big chunk has settled, and at once when the producer waits and the consumer hears it:
+  in `recv`.
 - No jumbo areas are made: the arena must have slots for the largest chunk. Those of a dialing `ShmOutlet` are read.
 """
 
@@ -88,6 +89,8 @@ class BlockingOutlet(_End):
         self._lent: dict[int, tuple[Window, int, Loan | None]] = {}  # by number: window, bytes, slot (None: inline)
         self._next_number = 0
         self._batch = max(1, options.window_chunks // 4)
+        self._buffer = bytearray(channel.MAX_MESSAGE_BYTES)
+        self._view = memoryview(self._buffer)
         sock = channel.seqpacket(0)
         try:
             with channel.socket_address(Path(endpoint.removeprefix("shm:"))) as address:
@@ -168,7 +171,8 @@ class BlockingOutlet(_End):
             self._released(self._recv())
         with contextlib.suppress(BlockingIOError):
             while self._lent:
-                self._released(_decoded(channel.to_producer, self._sock.recv(channel.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)))
+                nbytes = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+                self._released(_decoded(channel.to_producer, self._view[:nbytes]))
 
     def _released(self, message: Any) -> None:
         if not isinstance(message, Release):
@@ -184,11 +188,12 @@ class BlockingOutlet(_End):
 
     def _recv(self) -> Any:
         try:
-            return _decoded(channel.to_producer, self._sock.recv(channel.MAX_MESSAGE_BYTES))
+            nbytes = self._sock.recv_into(self._buffer)
         except BlockingIOError:
             raise TimeoutError("the peer releases nothing") from None
         except OSError as error:
             raise Broken(f"the peer is gone: {error.strerror}") from error
+        return _decoded(channel.to_producer, self._view[:nbytes])
 
 
 class BlockingInbound(_End):
@@ -205,7 +210,7 @@ class BlockingInbound(_End):
         self._over = Tombstones()
         self._settled: deque[int] = deque()  # appended by any thread
         self._batch = release_batch
-        self._hurry = False  # the producer waits, or we do: release at once
+        self._hurry = False  # a send of the producer waits
         self._buffer = bytearray(channel.MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
         self._takes_fd = True
@@ -245,15 +250,14 @@ class BlockingInbound(_End):
         if not self.peer:
             self.accept()
         while True:
-            if self._settled:
-                self._flush()
-            self._hurry = True  # views that die while we wait
             message, fd = self._next()
-            self._hurry = False
             if type(message) is Data:
                 if not self._over.covers(message.header.request_id, message.header.epoch):
                     return ShmLease(self, message)
-                self._settled.append(message.number)
+                self.settle(message.number, message.nbytes)
+            elif isinstance(message, Hurry):
+                self._hurry = True
+                self._flush()
             elif isinstance(message, Cancel):
                 self._over.add(message.request_id, message.epoch)
             elif isinstance(message, FileComing):
@@ -289,6 +293,7 @@ class BlockingInbound(_End):
             except IndexError:  # another thread was faster
                 break
         if numbers:
+            self._hurry = False
             with contextlib.suppress(Broken, Closed):  # nobody is left who would want them
                 self._post(encode(Release(numbers)))
 
@@ -306,6 +311,8 @@ class BlockingInbound(_End):
             raise TimeoutError("nothing has come") from None
         except OSError as error:
             raise Broken(f"{self.peer or 'the producer'} is gone: {error.strerror}") from error
+        if not nbytes:
+            self._flush()
         return _decoded(channel.to_consumer, self._view[:nbytes]), fd
 
     def _map(self, number: int, classes: tuple[tuple[int, int], ...], fd: int) -> None:

@@ -55,7 +55,7 @@ class ShmOutlet(Outlet):
         self._arena = arena
         self._threads = threads
         self._max_chunk_bytes = options.max_chunk_bytes
-        self._inline_bytes = min(options.inline_bytes, _MAX_INLINE_BYTES)
+        self.inline_bytes = min(options.inline_bytes, _MAX_INLINE_BYTES)
         self._counters = counters
         self._on_ended = on_ended
         self._on_gone = on_gone
@@ -76,29 +76,20 @@ class ShmOutlet(Outlet):
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
         specs = header.tensors
         nbytes = payload_bytes(specs, arrays)
-        if nbytes > self._max_chunk_bytes:
-            raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._max_chunk_bytes}")
+        self.check_size(nbytes)
         # 1. The request's credit, and its turn: sends of one request leave in order.
         window = self._windows.of(header)
         if not window.try_enter(nbytes):
-            await self._enter(window, nbytes)
+            await self._wait(window, nbytes)
         try:
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
-            if nbytes <= self._inline_bytes:
+            if nbytes <= self.inline_bytes:
                 window.check()
-                self._post(header, window, nbytes, pack(specs, arrays, nbytes), None)
+                self.post(header, window, nbytes, pack(specs, arrays, nbytes), None)
             else:
-                loan = self._arena.try_loan(nbytes, window.request_id) or await self._loan(window, nbytes)
-                if nbytes < THREAD_COPY_BYTES:
-                    self._fill(loan, header, arrays)
-                else:
-                    await self._fill_on_thread(loan, header, arrays)
-                self._seal(loan, (self,), (window,), nbytes)
-                self._post(header, window, nbytes, b"", loan)
+                self.post(header, window, nbytes, b"", await self.seal(header, arrays, nbytes, (self,), (window,)))
         except BaseException:
-            window.give_back(nbytes)
-            window.leave()
-            self._windows.retire(window)
+            self.give_up(window, nbytes)
             raise
         window.leave()
 
@@ -138,58 +129,49 @@ class ShmOutlet(Outlet):
             with contextlib.suppress(Broken):  # end-of-file gives it back
                 self._lane.post(_HURRY)
 
-    # ---- sending
+    # ---- the steps of a send, for `send` and `send_to_all`
 
-    async def _enter(self, window: Window, nbytes: int) -> None:
-        self._waits += 1
-        self.hurry()
-        try:
-            await self._windows.enter(window, nbytes)
-        finally:
-            self._waits -= 1
+    def check_size(self, nbytes: int) -> None:
+        if nbytes > self._max_chunk_bytes:
+            raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._max_chunk_bytes}")
 
-    async def _loan(self, window: Window, nbytes: int) -> Loan:
-        """A slot, after those who are in line for one."""
-        place = window.place = self._arena.line_up(nbytes, window.request_id)
-        try:
-            with self._windows.counted_wait():
-                return await place
-        except BaseException:
-            self._arena.leave(place)
-            raise
-        finally:
-            window.place = None
+    async def enter(self, header: ChunkHeader, nbytes: int) -> Window:
+        """Credit and turn of the request, to be ended with `give_up`, or `post` and `leave`."""
+        window = self._windows.of(header)
+        if not window.try_enter(nbytes):
+            await self._wait(window, nbytes)
+        return window
 
-    def _fill(self, loan: Loan, header: ChunkHeader, arrays: Sequence[np.ndarray]) -> None:
-        """Copy into the slot, which is given back when that fails."""
-        try:
-            fill(loan.payload, header.tensors, arrays)
-        except BaseException:
-            self._arena.abort(loan)
-            raise
+    def give_up(self, window: Window, nbytes: int) -> None:
+        window.give_back(nbytes)
+        window.leave()
+        self._windows.retire(window)
 
-    async def _fill_on_thread(self, loan: Loan, header: ChunkHeader, arrays: Sequence[np.ndarray]) -> None:
-        copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
+    async def seal(
+        self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int, outlets: Sequence[ShmOutlet], windows: Sequence[Window]
+    ) -> Loan:
+        """A slot with the payload in it, borrowed by `outlets`. Given back when that fails, or when a request ends meanwhile."""
+        arena = self._arena
+        loan = arena.try_loan(nbytes, header.request_id) or await self._loan(header.request_id, nbytes, windows)
+        copied: asyncio.Future[None] | None = None
         try:
-            await asyncio.shield(copied)
-        except BaseException:
-            if copied.done():
-                self._arena.abort(loan)
-            else:  # the thread still writes
-                copied.add_done_callback(lambda _: self._arena.abort(loan))
-            raise
-
-    def _seal(self, loan: Loan, outlets: Sequence[ShmOutlet], windows: Sequence[Window], nbytes: int) -> None:
-        """The slot is written, for all `outlets`. Given back when a request has ended meanwhile: raises why."""
-        try:
+            if nbytes < THREAD_COPY_BYTES:
+                fill(loan.payload, header.tensors, arrays)
+            else:
+                copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
+                await asyncio.shield(copied)
             for window in windows:
                 window.check()
         except BaseException:
-            self._arena.abort(loan)
+            if copied is None or copied.done():
+                arena.abort(loan)
+            else:  # the thread still writes
+                copied.add_done_callback(lambda _: arena.abort(loan))
             raise
         loan.ring.seal(loan, outlets, nbytes)
+        return loan
 
-    def _post(self, header: ChunkHeader, window: Window, nbytes: int, inline: bytes, loan: Loan | None) -> None:
+    def post(self, header: ChunkHeader, window: Window, nbytes: int, inline: bytes, loan: Loan | None) -> None:
         """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails."""
         number = self._next_number
         if loan is None:
@@ -210,6 +192,29 @@ class ShmOutlet(Outlet):
         self._next_number = number + 1
         self._counters.chunks_sent += 1
         self._counters.bytes_sent += nbytes
+
+    async def _wait(self, window: Window, nbytes: int) -> None:
+        self._waits += 1
+        self.hurry()
+        try:
+            await self._windows.enter(window, nbytes)
+        finally:
+            self._waits -= 1
+
+    async def _loan(self, request_id: str, nbytes: int, windows: Sequence[Window]) -> Loan:
+        """A slot, after those who are in line for one."""
+        place = self._arena.line_up(nbytes, request_id)
+        for window in windows:
+            window.place = place
+        try:
+            with self._windows.counted_wait():
+                return await place
+        except BaseException:
+            self._arena.leave(place)
+            raise
+        finally:
+            for window in windows:
+                window.place = None
 
     # ---- ending
 
@@ -263,3 +268,56 @@ class ShmOutlet(Outlet):
                 self._welcome.set_result(None)
             else:
                 self._welcome.set_exception(error)
+
+
+async def send_to_all(outlets: Sequence[Outlet], header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
+    """`send` on each of one process's outlets; those over shared memory share one slot and one copy.
+
+    Waits: for the request's credit on each, and for a slot.
+    Cancelled: no consumer over shared memory has seen it.
+    Raises: as `send`. When one consumer is gone, the others have the chunk all the same.
+    """
+    shared = [outlet for outlet in outlets if isinstance(outlet, ShmOutlet)]
+    failure: TransportError | None = None
+    if len(shared) > 1:
+        failure = await _send_shared(shared, header, arrays)
+    for outlet in outlets:
+        if len(shared) == 1 or not isinstance(outlet, ShmOutlet):
+            try:
+                await outlet.send(header, arrays)
+            except Broken as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+async def _send_shared(outlets: Sequence[ShmOutlet], header: ChunkHeader, arrays: Sequence[np.ndarray]) -> TransportError | None:
+    """Returns why one of the consumers did not get it."""
+    nbytes = payload_bytes(header.tensors, arrays)
+    first, windows = outlets[0], []
+    first.check_size(nbytes)
+    try:
+        # All outlets are entered in the caller's order, so two sends of a request can not wait for each other.
+        for outlet in outlets:
+            windows.append(await outlet.enter(header, nbytes))
+        inline, loan = b"", None
+        if nbytes <= first.inline_bytes:
+            inline = pack(header.tensors, arrays, nbytes)
+            for window in windows:
+                window.check()
+        else:
+            loan = await first.seal(header, arrays, nbytes, outlets, windows)
+    except BaseException:
+        for outlet, window in zip(outlets, windows, strict=False):
+            outlet.give_up(window, nbytes)
+        raise
+    failure: TransportError | None = None
+    for outlet, window in zip(outlets, windows, strict=True):
+        try:
+            outlet.post(header, window, nbytes, inline, loan)
+        except TransportError as error:
+            outlet.give_up(window, nbytes)
+            failure = failure or error
+        else:
+            window.leave()
+    return failure
