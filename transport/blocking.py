@@ -303,8 +303,8 @@ class BlockingInbound(_End):
         fd = -1
         try:
             if self._takes_fd:
-                self._takes_fd = False
                 nbytes, fd = channel.recv_with_fd(self._sock, self._buffer)
+                self._takes_fd = False
             else:
                 nbytes = self._sock.recv_into(self._buffer)
         except BlockingIOError:

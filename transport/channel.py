@@ -255,8 +255,9 @@ class Lane:
                 return
 
     def _recv_with_fd(self) -> tuple[int, int]:
-        self._takes_fd = False
-        return recv_with_fd(self._sock, self._buffer)
+        message = recv_with_fd(self._sock, self._buffer)
+        self._takes_fd = False  # only now: there may have been nothing to read yet
+        return message
 
     def _end(self, why: str) -> None:
         self._stop_reading()

@@ -390,6 +390,26 @@ async def test_nonsense_ends_its_own_lane_only(shm: Callable[..., ShmConnector],
     assert inbox.lost.empty()
 
 
+async def test_a_descriptor_may_come_later_than_its_announcement(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
+    endpoint = await inbox.open(shm("consumer"))
+    file = MemFile(Layout(CLASSES).total_bytes)
+    with raw_dial(endpoint) as sock:
+        socket.send_fds(sock, [channel.encode(Hello(channel.VERSION, "raw", CLASSES))], [file.fd])
+        assert isinstance(channel.to_producer.decode(await asyncio.to_thread(sock.recv, 1000)), Welcome)
+        for number in range(3):
+            for _ in range(20):  # many messages at once make the lane look for more
+                sock.send(channel.encode(Data(0, HEADER, channel.INLINE, 0, 0, 0)))
+            sock.send(channel.encode(FileComing()))
+            await settle(lambda: inbox.leases.qsize() >= 20)
+            await asyncio.sleep(0.01)
+            socket.send_fds(sock, [channel.encode(File(number + 1, CLASSES))], [file.fd])
+            while not inbox.leases.empty():
+                inbox.leases.get_nowait().release()
+        sock.send(channel.encode(Data(0, HEADER, channel.INLINE, 0, 0, 0)))
+        (await inbox.leases.get()).release()
+    file.close()
+
+
 async def test_a_hello_of_another_version_is_refused(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
     endpoint = await inbox.open(shm("consumer"))
     file = MemFile(Layout(CLASSES).total_bytes)
