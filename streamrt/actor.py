@@ -33,6 +33,7 @@ from transport.connector import Connector, Lease, Outlet
 from transport.errors import Broken, Closed, TransportError, WouldBlock
 from transport.lanes import LaneServer
 from transport.messages import Cancel, Finished, Join, Leave, Window, Work
+from transport.outlet import send_to_all
 
 log = get_logger("streamrt.actor")
 
@@ -381,9 +382,12 @@ class Actor:
         start_ns = time.monotonic_ns()
         header = ChunkHeader(work.request_id, work.epoch, self.name, port, seq, chunk.modality, int(place), specs,
                              chunk.sample_rate_hz, chunk.fps, chunk.meta, start_ns)  # fmt: skip
-        for edge, outlet in zip(work.edges, running.outlets, strict=True):
-            if (edge.port or self._default_port) == port:
-                await outlet.send(header, arrays)
+        edges = zip(work.edges, running.outlets, strict=True)
+        outlets = [outlet for edge, outlet in edges if (edge.port or self._default_port) == port]
+        if len(outlets) == 1:
+            await outlets[0].send(header, arrays)
+        else:
+            await send_to_all(outlets, header, arrays)
         self._metrics.count("streamrt_chunks_total", self.name, chunk.modality)
         self._tracer.span(f"send {chunk.modality}", work.request_id, start_ns, time.monotonic_ns(), stage=self.name, seq=seq, port=port)
 

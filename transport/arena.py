@@ -39,12 +39,22 @@ class Arena:
     """Where payloads lie until they are released."""
 
     def __init__(
-        self, file: MemFile, arena_bytes: int, max_chunk_bytes: int, threads: ThreadPoolExecutor, on_drop: Callable[[int], None]
+        self,
+        file: MemFile,
+        arena_bytes: int,
+        max_chunk_bytes: int,
+        threads: ThreadPoolExecutor,
+        on_drop: Callable[[int], None],
+        on_wait: Callable[[], None],
     ) -> None:
-        """Use `Arena.create`. `on_drop(number)`: that jumbo area is no more; tell those who have mapped it."""
+        """Use `Arena.create`.
+
+        `on_drop(number)`: that jumbo area is no more; tell those who have mapped it. `on_wait()`: a send waits for a slot.
+        """
         self.files: dict[int, MemFile] = {ARENA_FILE: file}
         self.ring = Ring(arena_layout(arena_bytes), file.memory, ARENA_FILE)
         self._on_drop = on_drop
+        self._on_wait = on_wait
         self._jumbos: dict[int, Ring] = {}  # by number, the one used last at the end
         self._max_jumbo_bytes = jumbo_layout(max_chunk_bytes).max_payload_bytes
         self._budget_bytes = arena_bytes + self._max_jumbo_bytes
@@ -55,11 +65,19 @@ class Arena:
         self._threads = threads
 
     @classmethod
-    async def create(cls, arena_bytes: int, max_chunk_bytes: int, threads: ThreadPoolExecutor, *, on_drop: Callable[[int], None]) -> Arena:
+    async def create(
+        cls,
+        arena_bytes: int,
+        max_chunk_bytes: int,
+        threads: ThreadPoolExecutor,
+        *,
+        on_drop: Callable[[int], None],
+        on_wait: Callable[[], None],
+    ) -> Arena:
         """Allocate, touch and map the arena. Raises NoSpace."""
         budget_bytes = arena_bytes + jumbo_layout(max_chunk_bytes).max_payload_bytes
         file = await _make_file(threads, arena_layout(arena_bytes).total_bytes, budget_bytes)
-        return cls(file, arena_bytes, max_chunk_bytes, threads, on_drop)
+        return cls(file, arena_bytes, max_chunk_bytes, threads, on_drop, on_wait)
 
     @property
     def slots_in_use(self) -> int:
@@ -86,6 +104,8 @@ class Arena:
         waiting = _Waiting(nbytes, holder, asyncio.get_running_loop().create_future())
         self._line.append(waiting)
         self._serve()
+        if self._line:
+            self._on_wait()
         return waiting.future
 
     def leave(self, future: asyncio.Future[Loan]) -> None:

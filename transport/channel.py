@@ -4,7 +4,7 @@
       Hello + arena's descriptor   ------>
                                    <------  Welcome | Refused
       FileComing, File + descriptor  ---->  (a jumbo area, before the first chunk that lies in it)
-      Data, Cancel, FileGone       ------>
+      Data, Cancel, FileGone, Hurry  ---->
                                    <------  Release (many chunks at once)
       end-of-file = that side is gone
 
@@ -12,7 +12,8 @@ Knows sockets and messages. Knows nothing of slots, credit or requests.
 
 Rules
 - Nothing blocks and nothing spins: what the socket does not take now waits in a queue for `add_writer`; credit bounds the queue.
-- At most 64 messages are read per callback, so that the loop's other work gets its turn.
+- At most 64 messages are read per callback, so that the loop's other work gets its turn; looking for one that is not there costs as much
+  as reading one, so where messages come alone they are read one per callback.
 - File descriptors are taken only with the two messages that announce them.
 - A message that can not be understood ends the lane.
 
@@ -40,6 +41,7 @@ from transport.errors import Broken, ProtocolError, TooLarge
 VERSION = 1  # of these messages and of layout.py
 MAX_MESSAGE_BYTES = 128 * 2**10
 MAX_READS = 64  # messages per callback
+_LONE = 16  # callbacks that read one message only, after one that found no second
 INLINE = -1  # `Data.file` of a payload that came along
 END_OF_FILE = "end-of-file"  # what `on_end` is told when the peer hung up
 _SEND_BUFFER_BYTES = 4 * 2**20  # about ten thousand descriptors, as far as the system allows it
@@ -91,7 +93,11 @@ class FileGone(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
     file: int
 
 
-ToConsumer = Hello | Data | Cancel | FileComing | File | FileGone
+class Hurry(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
+    """A send waits for credit or for a slot: release what you have, and what you have next, at once."""
+
+
+ToConsumer = Hello | Data | Cancel | FileComing | File | FileGone | Hurry
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
@@ -156,6 +162,7 @@ class Lane:
         self._sock = sock
         self._fd = sock.fileno()
         self._buffer = buffer
+        self._lone = 0
         self._view = memoryview(buffer)
         self._decode = decoder.decode
         self._on_message = on_message
@@ -177,6 +184,12 @@ class Lane:
         """Send one message, now or as soon as the socket takes it; never waits. Raises Broken when the peer is gone."""
         if self._hung_up or self.closed:
             raise Broken("the peer has hung up")
+        if file is None and not self._queue:
+            try:
+                self._sock.send(data)
+                return
+            except OSError:  # full or gone: said below
+                pass
         if self._queue or not self._send(data, file):
             if not self._queue:
                 self._loop.add_writer(self._fd, self._on_writable)
@@ -210,7 +223,10 @@ class Lane:
 
     def _on_readable(self) -> None:
         sock, buffer, view = self._sock, self._buffer, self._view
-        for _ in range(MAX_READS):
+        for reads in range(MAX_READS):
+            if reads == 1 and self._lone:
+                self._lone -= 1
+                return
             fd = -1
             try:
                 if self._takes_fd:
@@ -218,8 +234,11 @@ class Lane:
                 else:
                     nbytes = sock.recv_into(buffer)
             except BlockingIOError:
+                if reads == 1:
+                    self._lone = _LONE
                 return
             except ConnectionResetError:
+                self._lone = 0  # libuv does not call again after an error
                 continue  # it hung up with messages of ours unread; what it sent before still comes
             if nbytes == 0:
                 self._end(END_OF_FILE)
@@ -236,13 +255,9 @@ class Lane:
                 return
 
     def _recv_with_fd(self) -> tuple[int, int]:
-        """Length and descriptor (-1: none came)."""
-        nbytes, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
-        self._takes_fd = False
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(data) == 4:
-                return nbytes, struct.unpack("i", data)[0]
-        return nbytes, -1
+        message = recv_with_fd(self._sock, self._buffer)
+        self._takes_fd = False  # only now: there may have been nothing to read yet
+        return message
 
     def _end(self, why: str) -> None:
         self._stop_reading()
@@ -286,9 +301,9 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._path = path
         self._on_peer = on_peer
-        self._sock = _seqpacket()
+        self._sock = seqpacket()
         try:
-            with _address(path) as address:
+            with socket_address(path) as address:
                 self._sock.bind(address)
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
             self._sock.listen(1024)
@@ -311,8 +326,8 @@ class Listener:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             sock.setblocking(False)
-            if _uid(sock) == os.geteuid():
-                _enlarge(sock)
+            if is_ours(sock):
+                enlarge(sock)
                 self._on_peer(sock)
             else:
                 sock.close()
@@ -320,9 +335,9 @@ class Listener:
 
 async def connect(path: Path) -> socket.socket:
     """Raises Broken when nobody of this user listens at `path`."""
-    sock = _seqpacket()
+    sock = seqpacket()
     try:
-        with _address(path) as address:
+        with socket_address(path) as address:
             try:
                 sock.connect(address)
             except BlockingIOError:  # its queue of callers is full, and there is no event for that: wait on a thread
@@ -330,9 +345,9 @@ async def connect(path: Path) -> socket.socket:
                 sock.settimeout(5.0)
                 await asyncio.to_thread(sock.connect, address)
                 sock.setblocking(False)
-        if _uid(sock) != os.geteuid():
+        if not is_ours(sock):
             raise Broken(f"{path} belongs to another user")
-        _enlarge(sock)
+        enlarge(sock)
     except OSError as error:
         sock.close()
         raise Broken(f"nobody listens at {path}: {error.strerror or error}") from error
@@ -342,21 +357,31 @@ async def connect(path: Path) -> socket.socket:
     return sock
 
 
+def recv_with_fd(sock: socket.socket, buffer: bytearray) -> tuple[int, int]:
+    """Read one message; its length, and the descriptor that came along (-1: none)."""
+    nbytes, ancillary, _, _ = sock.recvmsg_into([buffer], socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(data) == 4:
+            return nbytes, struct.unpack("i", data)[0]
+    return nbytes, -1
+
+
 def check_version(version: int) -> None:
     if version != VERSION:
         raise ProtocolError(f"the peer speaks version {version} of the shared-memory lane, this process {VERSION}")
 
 
-def _seqpacket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+def seqpacket(kind: int = socket.SOCK_NONBLOCK) -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | kind)
 
 
-def _uid(sock: socket.socket) -> int:
+def is_ours(sock: socket.socket) -> bool:
+    """The process at the other end belongs to this user."""
     _pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
+    return bool(uid == os.geteuid())
 
 
-def _enlarge(sock: socket.socket) -> None:
+def enlarge(sock: socket.socket) -> None:
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
     except PermissionError:
@@ -364,7 +389,7 @@ def _enlarge(sock: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _address(path: Path) -> Iterator[str]:
+def socket_address(path: Path) -> Iterator[str]:
     """`path` as a socket address, by way of its directory's descriptor when it is too long for one."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)

@@ -13,8 +13,8 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -168,25 +168,40 @@ def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], li
     offset = 0
     for name, array in tensors.items():
         array = np.asarray(array, order="C")  # keeps 0-d as it is
-        metadata: Mapping[str, Any] | None = array.dtype.metadata
-        carried = (metadata or {}).get("carries")
-        dtype = str(carried) if carried else ("utf8" if name == "text" and array.dtype == np.uint8 else array.dtype.name)
-        specs.append(TensorSpec(name, dtype, array.shape, offset, array.nbytes))
+        nbytes = array.nbytes
+        specs.append(TensorSpec(name, _dtype_name(name, array.dtype), array.shape, offset, nbytes))
         arrays.append(array)
-        offset += -(-array.nbytes // 64) * 64
+        offset += -(-nbytes // 64) * 64
     return tuple(specs), arrays, offset
 
 
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:
     """A read-only array over `payload` (any buffer) as `spec` describes it; raises ValueError when the range does not fit."""
-    dtype = np.dtype(CARRIED_DTYPES.get(spec.dtype, spec.dtype))
-    if spec.dtype in CARRIED_DTYPES and spec.dtype != "utf8":
-        dtype = np.dtype(dtype.name, metadata={"carries": spec.dtype})
-    count = 1
-    for n in spec.shape:
-        count *= n
-    if count * dtype.itemsize != spec.nbytes:
+    dtype = _dtype(spec.dtype)
+    try:
+        array = np.ndarray(spec.shape, dtype, payload, spec.offset)
+    except TypeError as error:  # beyond the end
+        raise ValueError(f"tensor {spec.name}: {error}") from error
+    if array.nbytes != spec.nbytes:
         raise ValueError(f"tensor {spec.name}: {spec.nbytes} bytes can not hold {spec.shape} {spec.dtype}")
-    array = np.frombuffer(payload, dtype, count, spec.offset).reshape(spec.shape)
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
+
+
+def _dtype_name(name: str, dtype: np.dtype[Any]) -> str:
+    metadata = dtype.metadata
+    if metadata and "carries" in metadata:
+        return str(metadata["carries"])
+    known = _names.get(dtype)  # numpy takes 4 us to spell it
+    if known is None:
+        known = _names[dtype] = dtype.name
+    return "utf8" if name == "text" and known == "uint8" else known
+
+
+@lru_cache(256)  # peers name them
+def _dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(CARRIED_DTYPES.get(name, name))
+    return np.dtype(dtype.name, metadata={"carries": name}) if name in CARRIED_DTYPES and name != "utf8" else dtype
+
+
+_names: dict[np.dtype[Any], str] = {}

@@ -1,6 +1,7 @@
-"""The credit of all requests on one channel, for connectors whose chunks lie in private memory (in-process, TCP).
+"""The credit of all requests on one channel.
 
-`Windows` keeps one `Window` per request while it is in use, knows which requests are over, and lends room for one chunk at a time.
+`Windows` keeps one `Window` per request while it is in use, and knows which requests are over. `take` lends room for one chunk in
+private memory (in-process, TCP); the shared-memory outlet enters the windows itself.
 Knows counts and requests. Knows nothing of sockets or memory.
 
 Rules
@@ -10,7 +11,9 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from transport.chunk import ChunkHeader
 from transport.connector import ConnectorOptions, ConnectorStats
@@ -26,7 +29,7 @@ class Windows:
         self._stats = stats
         self._windows: dict[str, Window] = {}
         self._over = Tombstones()
-        self._error: TransportError | None = None
+        self.error: TransportError | None = None  # why nothing can be sent any more
         self._loans: set[Loan] = set()
 
     async def take(self, header: ChunkHeader, nbytes: int) -> Loan:
@@ -38,16 +41,10 @@ class Windows:
         """
         if nbytes > self._options.max_chunk_bytes:
             raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._options.max_chunk_bytes}")
-        window = self._window(header)
+        window = self.of(header)
         if not window.try_enter(nbytes):
-            start_ns = time.monotonic_ns()
-            self._stats.credit_waits += 1
-            try:
-                await window.enter(nbytes)
-            finally:
-                self._stats.credit_wait_ns += time.monotonic_ns() - start_ns
-                self._retire(header.request_id, window)
-        loan = Loan(self, header.request_id, window, nbytes)
+            await self.enter(window, nbytes)
+        loan = Loan(self, window, nbytes)
         self._loans.add(loan)
         self._stats.slots_in_use += 1
         self._stats.bytes_in_use += nbytes
@@ -59,7 +56,7 @@ class Windows:
             return False
         window = self._windows.get(request_id)
         if window is not None and window.epoch <= epoch:
-            self._end_window(request_id, window, Closed(f"request {request_id} was cancelled"))
+            self._end_window(window, Closed(f"request {request_id} was cancelled"))
         return True
 
     def forget(self, request_id: str) -> None:
@@ -68,61 +65,79 @@ class Windows:
 
     def end(self, error: TransportError) -> None:
         """The channel is gone: sends that wait, and later ones, get `error`; what is on its way is given back. Idempotent."""
-        if self._error is None:
-            self._error = error
-            for request_id, window in list(self._windows.items()):
-                self._end_window(request_id, window, error)
+        if self.error is None:
+            self.error = error
+            for window in list(self._windows.values()):
+                self._end_window(window, error)
             for loan in list(self._loans):
                 loan.give_back()
 
-    def returned(self, loan: Loan, request_id: str, window: Window) -> None:
+    def of(self, header: ChunkHeader) -> Window:
+        """The credit of this request and epoch. Raises Closed (the request is over), or what `end` was given."""
+        request_id, epoch = header.request_id, header.epoch
+        window = self._windows.get(request_id)
+        return window if window is not None and window.epoch == epoch else self._open(request_id, epoch, window)
+
+    async def enter(self, window: Window, nbytes: int) -> None:
+        """Wait for credit and the turn, and count that. Raises what `end` or `cancel` says."""
+        with self.counted_wait():
+            try:
+                await window.enter(nbytes)
+            finally:
+                self.retire(window)
+
+    @contextlib.contextmanager
+    def counted_wait(self) -> Iterator[None]:
+        since_ns = time.monotonic_ns()
+        self._stats.credit_waits += 1
+        try:
+            yield
+        finally:
+            self._stats.credit_wait_ns += time.monotonic_ns() - since_ns
+
+    def retire(self, window: Window) -> None:
+        """Keep no state of a request that has nothing unreleased."""
+        if window.idle and self._windows.get(window.request_id) is window:
+            del self._windows[window.request_id]
+
+    def returned(self, loan: Loan, window: Window) -> None:
         self._loans.discard(loan)
         self._stats.slots_in_use -= 1
         self._stats.bytes_in_use -= loan.nbytes
-        self._retire(request_id, window)
+        self.retire(window)
 
-    def _window(self, header: ChunkHeader) -> Window:
-        if self._error is not None:
-            raise type(self._error)(*self._error.args)
-        request_id, epoch = header.request_id, header.epoch
+    def _open(self, request_id: str, epoch: int, window: Window | None) -> Window:
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
         if self._over.covers(request_id, epoch):
             raise Closed(f"request {request_id} was cancelled")
-        window = self._windows.get(request_id)
-        if window is not None and window.epoch > epoch:
-            raise Closed(f"request {request_id} is in epoch {window.epoch}, this chunk is of {epoch}")
-        if window is None or window.epoch < epoch:
-            if window is not None:
-                self._end_window(request_id, window, Closed(f"request {request_id} is in epoch {epoch} now"))
-            window = self._windows[request_id] = Window(epoch, self._options.window_chunks, self._options.window_bytes)
+        if window is not None:
+            if window.epoch > epoch:
+                raise Closed(f"request {request_id} is in epoch {window.epoch}, this chunk is of {epoch}")
+            self._end_window(window, Closed(f"request {request_id} is in epoch {epoch} now"))
+        window = self._windows[request_id] = Window(request_id, epoch, self._options.window_chunks, self._options.window_bytes)
         return window
 
-    def _end_window(self, request_id: str, window: Window, error: TransportError) -> None:
+    def _end_window(self, window: Window, error: TransportError) -> None:
         window.fail(error)
-        if self._windows.get(request_id) is window:
-            del self._windows[request_id]
-
-    def _retire(self, request_id: str, window: Window) -> None:
-        if window.idle and self._windows.get(request_id) is window:
-            del self._windows[request_id]
+        del self._windows[window.request_id]
 
 
 class Loan:
     """The room of one chunk, and at first the turn of its request."""
 
-    __slots__ = ("_has_turn", "_is_out", "_request_id", "_window", "_windows", "nbytes")
+    __slots__ = ("_has_turn", "_is_out", "_window", "_windows", "nbytes")
 
-    def __init__(self, windows: Windows, request_id: str, window: Window, nbytes: int) -> None:
+    def __init__(self, windows: Windows, window: Window, nbytes: int) -> None:
         self.nbytes = nbytes
         self._windows = windows
-        self._request_id = request_id
         self._window = window
         self._has_turn = True
         self._is_out = True
 
     def check(self) -> None:
         """Raises why the request has ended since we took this; to be asked after an await and before the send."""
-        if self._window.error is not None:
-            raise type(self._window.error)(*self._window.error.args)
+        self._window.check()
 
     def sent(self) -> None:
         """The chunk is on its way: the next send's turn."""
@@ -136,4 +151,4 @@ class Loan:
             self._is_out = False
             self._window.give_back(self.nbytes)
             self.sent()
-            self._windows.returned(self, self._request_id, self._window)
+            self._windows.returned(self, self._window)

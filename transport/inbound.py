@@ -1,11 +1,10 @@
 """The consumer's end of the shared-memory lane from one producer: descriptors become leases, leases become releases.
 
-Knows mappings, leases and messages. Knows nothing of routes, nor of other producers.
+Knows mappings and messages. Knows nothing of routes, nor of other producers.
 
 Rules
-- Only what a message has named is read; the slot's generation is checked when its lease is opened.
-- A chunk is released once: when its lease was released (or dropped) and no view of its memory lives. Views may die on any thread.
-- Releases go out in batches: at a quarter of a window, or when the loop has done with what it is doing.
+- Releases go out in batches: a quarter of a window, or what has settled within 10 ms. They go out as soon as the loop has done with what it
+  is doing when the chunk was big (its slot is still warm in the cache), when a send of the producer waits, and when it has hung up.
 - After the producer's end-of-file its open leases may still be read and released, for as long as somebody listens.
 """
 
@@ -16,26 +15,25 @@ import contextlib
 import logging
 import os
 import socket
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from transport import channel, memfile
 from transport.arena import ARENA_FILE
-from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Lane, Refused, Release, Welcome
-from transport.chunk import view
+from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome
 from transport.connector import ConnectorStats, Lease
 from transport.errors import Broken, Closed, ProtocolError
 from transport.layout import Layout
+from transport.lease import Area, ShmLease
 from transport.window import Tombstones
 
 log = logging.getLogger(__name__)
 
 _RELEASES_PER_MESSAGE = 4096
+_LATE_S = 0.01  # a release that nobody waits for
+_BIG_BYTES = 256 * 2**10
 
 
 class Callbacks(NamedTuple):
@@ -63,17 +61,19 @@ class Inbound:
         self.peer = ""  # the producer's name; "" until its Hello
         self._name = name
         self._callbacks = callbacks
+        self._on_chunk = callbacks.on_chunk
         self._tombstones = tombstones
         self._counters = counters
         self._release_batch = release_batch
         self._on_gone = on_gone
-        self._files: dict[int, _Mapped] = {}
+        self._areas: dict[int, Area] = {}
         self._unreleased = 0  # chunks that came and were not released
-        self._watches: dict[int, weakref.ref[np.ndarray]] = {}  # by number: leases released while a view lives
         self._settled: deque[int] = deque()  # numbers to release; appended by any thread
-        self._flush_due = False
+        self._flush_due = False  # in the next turn of the loop
+        self._late_due = False  # within _LATE_S
+        self._hurry = False  # a send of the producer waits
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._lane = Lane(sock, buffer, channel.to_consumer, self._on_message, self._on_end, takes_fd=True)
 
     @property
@@ -85,58 +85,49 @@ class Inbound:
         """Hang up; the producer takes its slots back. Views that live stay valid memory. Idempotent."""
         if not self._lane.closed:
             self._lane.close()
-            self._files.clear()
+            self._areas.clear()
             self._on_gone(self)
 
     # ---- for leases
 
-    def read(self, data: Data) -> np.ndarray:
-        """The chunk's bytes, in place. Raises Broken, Closed, ProtocolError."""
-        if data.file == channel.INLINE:
-            return np.frombuffer(data.inline, np.uint8)
-        mapped = self._files.get(data.file)
-        if mapped is None:
+    def area(self, file: int) -> Area:
+        area = self._areas.get(file)
+        if area is None:
             raise Closed(f"the memory of {self.peer} was let go")
-        return mapped.read(data)
+        return area
 
-    def release(self, number: int) -> None:
-        self._settled.append(number)
-        if len(self._settled) >= self._release_batch and threading.get_ident() == self._thread:
-            self._flush()
-        else:
-            self._flush_soon()
-
-    def release_unviewed(self, number: int, memory: np.ndarray) -> None:
-        """Release when the last view of `memory` has died, wherever that is: on any thread, inside any allocation."""
-
-        def on_dead(watch: weakref.ref[np.ndarray]) -> None:
-            self._watches.pop(number, None)
-            self._settled.append(number)
-            self._flush_soon()
-
-        self._watches[number] = weakref.ref(memory, on_dead)
-
-    def _flush_soon(self) -> None:
-        if self._flush_due:
-            return
-        self._flush_due = True
+    def settle(self, number: int, nbytes: int) -> None:
+        settled = self._settled
+        settled.append(number)
         try:
-            if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._flush)
-            else:
+            if get_ident() != self._thread:
                 self._loop.call_soon_threadsafe(self._flush)
+            elif self._flush_due:
+                pass
+            elif self._hurry or nbytes >= _BIG_BYTES or len(settled) >= self._release_batch or not self._lane.reading:
+                self._flush_due = True
+                self._loop.call_soon(self._flush)
+            elif not self._late_due:
+                self._late_due = True
+                self._loop.call_later(_LATE_S, self._flush_late)
         except RuntimeError:
             if not self._loop.is_closed():  # closed before the last view died: nobody is left to tell
                 raise
 
+    def _flush_late(self) -> None:
+        self._late_due = False
+        self._flush()
+
     def _flush(self) -> None:
         """Release all that has settled."""
         self._flush_due = False
+        settled = self._settled
         numbers: list[int] = []
-        while self._settled:
-            numbers.append(self._settled.popleft())
+        while settled:
+            numbers.append(settled.popleft())
         if not numbers or self._lane.closed:
             return
+        self._hurry = False
         self._unreleased -= len(numbers)
         with contextlib.suppress(Broken):  # nobody is left who would want them
             for start in range(0, len(numbers), _RELEASES_PER_MESSAGE):
@@ -147,10 +138,11 @@ class Inbound:
     # ---- hearing
 
     def _on_message(self, message: Any, fd: int) -> None:
+        if type(message) is Data and fd < 0 and self.peer:
+            self._on_data(message)
+            return
         try:
-            if type(message) is Data and self.peer:
-                self._on_data(message)
-            elif isinstance(message, Hello):
+            if isinstance(message, Hello):
                 self._on_hello(message, fd)
             else:
                 self._on_word(message, fd)
@@ -165,11 +157,13 @@ class Inbound:
         header = data.header
         if self._tombstones.covers(header.request_id, header.epoch):
             self._counters.dropped_stale += 1
-            self.release(data.number)
+            self._hurry = True  # of what is over, nothing stays behind
+            self.settle(data.number, data.nbytes)
             return
-        self._counters.chunks_received += 1
-        self._counters.bytes_received += data.nbytes
-        self._callbacks.on_chunk(ShmLease(self, data))
+        counters = self._counters
+        counters.chunks_received += 1
+        counters.bytes_received += data.nbytes
+        self._on_chunk(ShmLease(self, data))
 
     def _on_hello(self, hello: Hello, fd: int) -> None:
         try:
@@ -197,77 +191,28 @@ class Inbound:
             case File():
                 self._map(message.file, message.classes, fd)
             case FileGone():
-                self._files.pop(message.file, None)
+                self._areas.pop(message.file, None)
+            case Hurry():
+                self._hurry = True
+                if self._settled:
+                    self._flush()
 
     def _map(self, number: int, classes: tuple[tuple[int, int], ...], fd: int) -> None:
-        if fd < 0 or number in self._files:
+        if fd < 0 or number in self._areas:
             raise ProtocolError(f"no descriptor for area {number}, or a second one")
         try:
             layout = Layout(classes)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        self._files[number] = _Mapped(layout, memfile.attach(fd, layout.total_bytes))
+        self._areas[number] = Area(layout, memfile.attach(fd, layout.total_bytes))
 
     def _on_end(self, why: str) -> None:
         peer = self.peer
         orderly = why == channel.END_OF_FILE
         if not orderly:
             log.warning("lane from %s ended: %s", peer or "an unknown process", why)
+        self._flush()
         if not orderly or not self._unreleased or not peer:
             self.close()
         if peer:
             self._callbacks.on_lost(peer)
-
-
-class ShmLease(Lease):
-    """A chunk that lies in its producer's memory (or came inline)."""
-
-    __slots__ = ("_data", "_inbound", "_memory", "header", "peer")
-
-    def __init__(self, inbound: Inbound, data: Data) -> None:
-        self.header = data.header
-        self.peer = inbound.peer
-        self._inbound = inbound
-        self._data: Data | None = data
-        self._memory: np.ndarray | None = None  # all views hang on this one
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """Raises Closed after `release`, Broken when the producer took this process for dead and used the slot again."""
-        if self._data is None:
-            raise Closed("this lease was released")
-        if not self.header.tensors:
-            return ()
-        if self._memory is None:
-            self._memory = self._inbound.read(self._data)
-        return tuple(view(spec, self._memory) for spec in self.header.tensors)
-
-    def release(self) -> None:
-        data, memory = self._data, self._memory
-        if data is None:
-            return
-        self._data = self._memory = None
-        if memory is None or data.file == channel.INLINE:
-            self._inbound.release(data.number)
-        else:
-            self._inbound.release_unviewed(data.number, memory)
-
-    def __del__(self) -> None:
-        self.release()
-
-
-class _Mapped:
-    """An area of the producer, read-only."""
-
-    def __init__(self, layout: Layout, memory: memoryview) -> None:
-        self._layout = layout
-        self._memory = memory
-        self._lines = memory[layout.line_offset(0) : layout.line_offset(layout.slots)].cast("Q")
-        self._words_per_line = len(self._lines) // layout.slots
-
-    def read(self, data: Data) -> np.ndarray:
-        layout, slot = self._layout, data.slot
-        if not 0 <= slot < layout.slots or not 0 <= data.nbytes <= layout.slot_bytes(slot):
-            raise ProtocolError(f"a chunk of {data.nbytes} bytes in slot {slot}, which the area does not have")
-        if self._lines[slot * self._words_per_line] != data.generation:
-            raise Broken(f"slot {slot} was given to another chunk: its producer took this process for dead")
-        return np.frombuffer(self._memory, np.uint8, data.nbytes, layout.payload_offset[slot])

@@ -1,6 +1,6 @@
 """The producer's end of the shared-memory lane to one consumer: credit, slot, copy, descriptor; then releases.
 
-Joins window.py, arena.py and channel.py. Knows nothing of routes, nor of other consumers.
+Joins credit.py, arena.py and channel.py. Knows nothing of routes, nor of other consumers.
 
 Rules
 - A chunk is the consumer's once its descriptor is posted; until then a cancelled send leaves no trace.
@@ -13,35 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
 from transport import channel
 from transport.arena import ARENA_FILE, Arena
-from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Lane, Refused, Release, Welcome
+from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome, encode
 from transport.chunk import ChunkHeader
 from transport.connector import ConnectorOptions, ConnectorStats, Outlet
+from transport.credit import Windows
 from transport.errors import Broken, Closed, ProtocolError, TooLarge, TransportError
 from transport.payload import fill, pack, payload_bytes
-from transport.ring import Loan, Ring
-from transport.window import Tombstones, Window
+from transport.ring import Loan
+from transport.window import Window
 
 THREAD_COPY_BYTES = 4 * 2**20  # a longer copy would hold the loop for more than about 0.2 ms
+_HURRY = encode(Hurry())
 _MAX_INLINE_BYTES = channel.MAX_MESSAGE_BYTES // 2
-
-
-class _Lent(NamedTuple):
-    """A chunk that the consumer has."""
-
-    request_id: str
-    window: Window
-    nbytes: int
-    ring: Ring | None  # None: it went inline
-    slot: int
 
 
 class ShmOutlet(Outlet):
@@ -64,64 +54,52 @@ class ShmOutlet(Outlet):
         self.error: TransportError | None = None  # why nothing can be sent any more
         self._arena = arena
         self._threads = threads
-        self._options = options
-        self._inline_bytes = min(options.inline_bytes, _MAX_INLINE_BYTES)
+        self._max_chunk_bytes = options.max_chunk_bytes
+        self.inline_bytes = min(options.inline_bytes, _MAX_INLINE_BYTES)
         self._counters = counters
         self._on_ended = on_ended
         self._on_gone = on_gone
-        self._windows: dict[str, Window] = {}  # by request; only those with something unreleased or waiting
-        self._tombstones = Tombstones()
-        self._lent: dict[int, _Lent] = {}  # by number
+        self._windows = Windows(options, counters)
+        self._waits = 0  # sends that wait for credit
+        self._lent: dict[int, tuple[Window, int, Loan | None]] = {}  # by number: window, bytes, slot (None: inline)
         self._next_number = 0
         self._known_files = {ARENA_FILE}  # what the consumer has been given
-        self._places: dict[asyncio.Future[Loan], Window] = {}  # sends in line for a slot
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lane = Lane(sock, buffer, channel.to_producer, self._on_message, self._on_end)
 
     async def introduce(self, name: str) -> None:
         """Hand the arena over and wait for the answer. Raises Broken, ProtocolError."""
         hello = Hello(channel.VERSION, name, self._arena.ring.layout.classes)
-        self._lane.post(channel.encode(hello), self._arena.files[ARENA_FILE])
+        self._lane.post(encode(hello), self._arena.files[ARENA_FILE])
         await self._welcome
 
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
-        nbytes = payload_bytes(header.tensors, arrays)
-        if nbytes > self._options.max_chunk_bytes:
-            raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._options.max_chunk_bytes}")
+        specs = header.tensors
+        nbytes = payload_bytes(specs, arrays)
+        self.check_size(nbytes)
         # 1. The request's credit, and its turn: sends of one request leave in order.
-        window = self._window(header)
+        window = self._windows.of(header)
         if not window.try_enter(nbytes):
-            with self._counted_wait():
-                await window.enter(nbytes)
+            await self._wait(window, nbytes)
         try:
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
-            if nbytes <= self._inline_bytes:
+            if nbytes <= self.inline_bytes:
                 window.check()
-                self._post_inline(header, window, nbytes, pack(header.tensors, arrays, nbytes))
+                self.post(header, window, nbytes, pack(specs, arrays, nbytes), None)
             else:
-                loan = await self._loan(header, window, nbytes)
-                await self._fill(loan, header, arrays, window)
-                self._post(header, window, nbytes, loan)
+                self.post(header, window, nbytes, b"", await self.seal(header, arrays, nbytes, (self,), (window,)))
         except BaseException:
-            window.give_back(nbytes)
+            self.give_up(window, nbytes)
             raise
-        finally:
-            window.leave()
-            self._retire(header.request_id, window)
-        self._counters.chunks_sent += 1
-        self._counters.bytes_sent += nbytes
+        window.leave()
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        if self.error is not None or not self._tombstones.add(request_id, epoch):
-            return
-        window = self._windows.get(request_id)
-        if window is not None and window.epoch <= epoch:
-            self._end_window(request_id, window, Closed(f"request {request_id} was cancelled"))
-        with contextlib.suppress(Broken):  # nobody is left to tell
-            self._lane.post(channel.encode(Cancel(request_id, epoch)))
+        if self.error is None and self._windows.cancel(request_id, epoch):
+            with contextlib.suppress(Broken):  # nobody is left to tell
+                self._lane.post(encode(Cancel(request_id, epoch)))
 
     def forget(self, request_id: str) -> None:
-        self._tombstones.discard(request_id)
+        self._windows.forget(request_id)
 
     async def close(self) -> None:
         if self.error is None:
@@ -143,111 +121,107 @@ class ShmOutlet(Outlet):
         if number in self._known_files:
             self._known_files.discard(number)
             with contextlib.suppress(Broken):  # it has let go of everything
-                self._lane.post(channel.encode(FileGone(number)))
+                self._lane.post(encode(FileGone(number)))
 
-    # ---- sending
+    def hurry(self) -> None:
+        """A send waits for what the consumer may have done with."""
+        if self._lent:
+            with contextlib.suppress(Broken):  # end-of-file gives it back
+                self._lane.post(_HURRY)
 
-    def _window(self, header: ChunkHeader) -> Window:
-        """The credit of this request and epoch. Raises Broken, Closed."""
-        if self.error is not None:
-            raise type(self.error)(*self.error.args)
-        request_id, epoch = header.request_id, header.epoch
-        if self._tombstones.covers(request_id, epoch):
-            raise Closed(f"request {request_id} was cancelled")
-        window = self._windows.get(request_id)
-        if window is not None and window.epoch != epoch:
-            if epoch < window.epoch:
-                raise Closed(f"request {request_id} is in epoch {window.epoch}, this chunk is of epoch {epoch}")
-            self._end_window(request_id, window, Closed(f"request {request_id} is in epoch {epoch} now"))
-            window = None
-        if window is None:
-            window = Window(epoch, self._options.window_chunks, self._options.window_bytes)
-            self._windows[request_id] = window
+    # ---- the steps of a send, for `send` and `send_to_all`
+
+    def check_size(self, nbytes: int) -> None:
+        if nbytes > self._max_chunk_bytes:
+            raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._max_chunk_bytes}")
+
+    async def enter(self, header: ChunkHeader, nbytes: int) -> Window:
+        """Credit and turn of the request, to be ended with `give_up`, or `post` and `leave`."""
+        window = self._windows.of(header)
+        if not window.try_enter(nbytes):
+            await self._wait(window, nbytes)
         return window
 
-    async def _loan(self, header: ChunkHeader, window: Window, nbytes: int) -> Loan:
-        loan = self._arena.try_loan(nbytes, header.request_id)
-        if loan is not None:
-            return loan
-        place = self._arena.line_up(nbytes, header.request_id)
-        self._places[place] = window
+    def give_up(self, window: Window, nbytes: int) -> None:
+        window.give_back(nbytes)
+        window.leave()
+        self._windows.retire(window)
+
+    async def seal(
+        self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int, outlets: Sequence[ShmOutlet], windows: Sequence[Window]
+    ) -> Loan:
+        """A slot with the payload in it, borrowed by `outlets`. Given back when that fails, or when a request ends meanwhile."""
+        arena = self._arena
+        loan = arena.try_loan(nbytes, header.request_id) or await self._loan(header.request_id, nbytes, windows)
+        copied: asyncio.Future[None] | None = None
         try:
-            with self._counted_wait():
+            if nbytes < THREAD_COPY_BYTES:
+                fill(loan.payload, header.tensors, arrays)
+            else:
+                copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
+                await asyncio.shield(copied)
+            for window in windows:
+                window.check()
+        except BaseException:
+            if copied is None or copied.done():
+                arena.abort(loan)
+            else:  # the thread still writes
+                copied.add_done_callback(lambda _: arena.abort(loan))
+            raise
+        loan.ring.seal(loan, outlets, nbytes)
+        return loan
+
+    def post(self, header: ChunkHeader, window: Window, nbytes: int, inline: bytes, loan: Loan | None) -> None:
+        """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails."""
+        number = self._next_number
+        if loan is None:
+            self._lane.post(encode(Data(number, header, INLINE, 0, 0, nbytes, inline)))
+        else:
+            ring = loan.ring
+            try:
+                if ring.file not in self._known_files:
+                    self._lane.post(encode(FileComing()))
+                    self._lane.post(encode(File(ring.file, ring.layout.classes)), self._arena.files[ring.file])
+                    self._known_files.add(ring.file)
+                self._lane.post(encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
+            except BaseException:
+                ring.release(loan.slot, self)
+                self._arena.released()
+                raise
+        self._lent[number] = (window, nbytes, loan)
+        self._next_number = number + 1
+        self._counters.chunks_sent += 1
+        self._counters.bytes_sent += nbytes
+
+    async def _wait(self, window: Window, nbytes: int) -> None:
+        self._waits += 1
+        self.hurry()
+        try:
+            await self._windows.enter(window, nbytes)
+        finally:
+            self._waits -= 1
+
+    async def _loan(self, request_id: str, nbytes: int, windows: Sequence[Window]) -> Loan:
+        """A slot, after those who are in line for one."""
+        place = self._arena.line_up(nbytes, request_id)
+        for window in windows:
+            window.place = place
+        try:
+            with self._windows.counted_wait():
                 return await place
         except BaseException:
             self._arena.leave(place)
             raise
         finally:
-            del self._places[place]
-
-    async def _fill(self, loan: Loan, header: ChunkHeader, arrays: Sequence[np.ndarray], window: Window) -> None:
-        """Copy into the slot, which is given back when that fails."""
-        copied: asyncio.Future[None] | None = None
-        try:
-            if sum(array.nbytes for array in arrays) < THREAD_COPY_BYTES:
-                fill(loan.payload, header.tensors, arrays)
-            else:
-                copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
-                await asyncio.shield(copied)
-            window.check()
-        except BaseException:
-            if copied is None or copied.done():
-                self._arena.abort(loan)
-            else:  # the thread still writes
-                copied.add_done_callback(lambda _: self._arena.abort(loan))
-            raise
-
-    def _post_inline(self, header: ChunkHeader, window: Window, nbytes: int, payload: bytes) -> None:
-        number = self._next_number
-        self._lane.post(channel.encode(Data(number, header, channel.INLINE, 0, 0, nbytes, payload)))
-        self._next_number = number + 1
-        self._lent[number] = _Lent(header.request_id, window, nbytes, None, 0)
-
-    def _post(self, header: ChunkHeader, window: Window, nbytes: int, loan: Loan) -> None:
-        number, ring, slot = self._next_number, loan.ring, loan.slot
-        ring.seal(loan, (self,), nbytes)
-        try:
-            if ring.file not in self._known_files:
-                self._lane.post(channel.encode(FileComing()))
-                self._lane.post(channel.encode(File(ring.file, ring.layout.classes)), self._arena.files[ring.file])
-                self._known_files.add(ring.file)
-            self._lane.post(channel.encode(Data(number, header, ring.file, slot, loan.generation, nbytes)))
-        except BaseException:
-            ring.release(slot, self)
-            self._arena.released()
-            raise
-        self._next_number = number + 1
-        self._lent[number] = _Lent(header.request_id, window, nbytes, ring, slot)
-
-    @contextlib.contextmanager
-    def _counted_wait(self) -> Iterator[None]:
-        since_ns = time.monotonic_ns()
-        self._counters.credit_waits += 1
-        try:
-            yield
-        finally:
-            self._counters.credit_wait_ns += time.monotonic_ns() - since_ns
+            for window in windows:
+                window.place = None
 
     # ---- ending
-
-    def _end_window(self, request_id: str, window: Window, error: TransportError) -> None:
-        """The sends that wait for this request's credit or slot raise `error`."""
-        del self._windows[request_id]
-        window.fail(error)
-        for place, its_window in self._places.items():
-            if its_window is window and not place.done():
-                place.set_exception(type(error)(*error.args))
-
-    def _retire(self, request_id: str, window: Window) -> None:
-        """Keep no state of a request that has nothing unreleased."""
-        if window.idle and self._windows.get(request_id) is window:
-            del self._windows[request_id]
 
     def _end(self, error: TransportError) -> None:
         if self.error is None:
             self.error = error
-            for request_id, window in list(self._windows.items()):
-                self._end_window(request_id, window, error)
+            self._windows.end(error)
             self._on_ended(self)
 
     def _hang_up_if_done(self) -> None:
@@ -272,12 +246,17 @@ class ShmOutlet(Outlet):
             if lent is None:
                 self._on_end(f"it released chunk {number}, which it does not have")
                 return
-            if lent.ring is not None:
-                lent.ring.release(lent.slot, self)
-            lent.window.give_back(lent.nbytes)
-            self._retire(lent.request_id, lent.window)
+            window, nbytes, loan = lent
+            if loan is not None:
+                loan.ring.release(loan.slot, self)
+            window.give_back(nbytes)
+            if not window.chunks:
+                self._windows.retire(window)
         self._arena.released()
-        self._hang_up_if_done()
+        if self.error is not None:
+            self._hang_up_if_done()
+        elif self._waits or self._arena.waiting:  # the one that waits may need more than this
+            self.hurry()
 
     def _on_end(self, why: str) -> None:
         self._answered(Broken(f"{self.endpoint} hung up before it answered"))
@@ -289,3 +268,56 @@ class ShmOutlet(Outlet):
                 self._welcome.set_result(None)
             else:
                 self._welcome.set_exception(error)
+
+
+async def send_to_all(outlets: Sequence[Outlet], header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
+    """`send` on each of one process's outlets; those over shared memory share one slot and one copy.
+
+    Waits: for the request's credit on each, and for a slot.
+    Cancelled: no consumer over shared memory has seen it.
+    Raises: as `send`. When one consumer is gone, the others have the chunk all the same.
+    """
+    shared = [outlet for outlet in outlets if isinstance(outlet, ShmOutlet)]
+    failure: TransportError | None = None
+    if len(shared) > 1:
+        failure = await _send_shared(shared, header, arrays)
+    for outlet in outlets:
+        if len(shared) == 1 or not isinstance(outlet, ShmOutlet):
+            try:
+                await outlet.send(header, arrays)
+            except Broken as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+async def _send_shared(outlets: Sequence[ShmOutlet], header: ChunkHeader, arrays: Sequence[np.ndarray]) -> TransportError | None:
+    """Returns why one of the consumers did not get it."""
+    nbytes = payload_bytes(header.tensors, arrays)
+    first, windows = outlets[0], []
+    first.check_size(nbytes)
+    try:
+        # All outlets are entered in the caller's order, so two sends of a request can not wait for each other.
+        for outlet in outlets:
+            windows.append(await outlet.enter(header, nbytes))
+        inline, loan = b"", None
+        if nbytes <= first.inline_bytes:
+            inline = pack(header.tensors, arrays, nbytes)
+            for window in windows:
+                window.check()
+        else:
+            loan = await first.seal(header, arrays, nbytes, outlets, windows)
+    except BaseException:
+        for outlet, window in zip(outlets, windows, strict=False):
+            outlet.give_up(window, nbytes)
+        raise
+    failure: TransportError | None = None
+    for outlet, window in zip(outlets, windows, strict=True):
+        try:
+            outlet.post(header, window, nbytes, inline, loan)
+        except TransportError as error:
+            outlet.give_up(window, nbytes)
+            failure = failure or error
+        else:
+            window.leave()
+    return failure

@@ -17,10 +17,12 @@ def payload_bytes(specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> 
     if len(specs) != len(arrays):
         raise ValueError(f"the header describes {len(specs)} tensors, got {len(arrays)} arrays")
     end = 0
-    for spec, array in zip(specs, arrays, strict=True):
-        if array.nbytes != spec.nbytes or spec.offset < 0:
-            raise ValueError(f"tensor {spec.name}: got {array.nbytes} bytes, the header says {spec.nbytes} at {spec.offset}")
-        end = max(end, spec.offset + spec.nbytes)
+    for spec, array in zip(specs, arrays):  # noqa: B905 (compared above)
+        nbytes, offset = spec.nbytes, spec.offset
+        if array.nbytes != nbytes or offset < 0:
+            raise ValueError(f"tensor {spec.name}: got {array.nbytes} bytes, the header says {nbytes} at {offset}")
+        if offset + nbytes > end:
+            end = offset + nbytes
     return end
 
 
@@ -28,15 +30,15 @@ def fill(payload: np.ndarray, specs: Sequence[TensorSpec], arrays: Sequence[np.n
     """Copy `arrays` to their places in `payload` (bytes)."""
     for spec, array in zip(specs, arrays, strict=True):
         if spec.nbytes:
-            np.copyto(payload[spec.offset : spec.offset + spec.nbytes], array.reshape(-1).view(np.uint8))
+            np.copyto(np.ndarray(array.shape, array.dtype, payload, spec.offset), array)
 
 
 def pack(specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray], nbytes: int) -> bytes:
     """The payload of `nbytes` as a bytes object, for small ones."""
+    if len(arrays) == 1 and not specs[0].offset:
+        return arrays[0].tobytes()
     if not nbytes:
         return b""
-    if len(specs) == 1 and not specs[0].offset:
-        return arrays[0].tobytes()
     payload = np.zeros(nbytes, np.uint8)
     fill(payload, specs, arrays)
     return payload.tobytes()

@@ -20,6 +20,7 @@ Source: loaned samples as in iceoryx2; dynamic thresholds of shared-memory switc
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -31,9 +32,10 @@ from transport.layout import Layout
 class Loan:
     """A slot that the writer may fill: `payload` is all of its bytes."""
 
-    __slots__ = ("generation", "holder", "payload", "ring", "slot")
+    __slots__ = ("borrowers", "generation", "holder", "payload", "ring", "slot")
 
     def __init__(self, ring: Ring, slot: int, generation: int, payload: np.ndarray, holder: Hashable) -> None:
+        self.borrowers: set[Hashable] = set()  # once sealed: who has yet to release it
         self.ring = ring
         self.slot = slot
         self.generation = generation  # odd; even once sealed
@@ -60,17 +62,17 @@ class Ring:
         for slot in reversed(range(layout.slots)):
             self._free[layout.slot_class[slot]].append(slot)
         self._held: list[dict[Hashable, int]] = [{} for _ in layout.classes]  # holder -> slots of that class
-        self._holder: dict[int, Hashable] = {}  # slot -> holder; every slot that is not free
-        self._borrowers: dict[int, set[Hashable]] = {}  # slot -> consumers; every sealed slot
+        self._sizes = [slot_bytes for slot_bytes, _ in layout.classes]
+        self._out: dict[int, Loan] = {}  # by slot; every slot that is not free
         self.bytes_in_use = 0  # whole slots
 
     @property
     def slots_in_use(self) -> int:
-        return len(self._holder)
+        return len(self._out)
 
     @property
     def idle(self) -> bool:
-        return not self._holder
+        return not self._out
 
     def free_slots(self, size_class: int) -> int:
         return len(self._free[size_class])
@@ -86,29 +88,25 @@ class Ring:
             TooLarge: no class has slots of that size.
             WouldBlock: none to spare now.
         """
-        fits = False
-        for size_class, (slot_bytes, _) in enumerate(self.layout.classes):
-            if nbytes > slot_bytes:
-                continue
-            fits = True
-            free = self._free[size_class]
-            held = self._held[size_class]
+        sizes = self._sizes
+        for size_class in range(bisect_left(sizes, nbytes), len(sizes)):
+            free, held = self._free[size_class], self._held[size_class]
             mine = held.get(holder, 0)
             if mine < len(free):
                 slot = free.pop()
                 held[holder] = mine + 1
-                self._holder[slot] = holder
-                self.bytes_in_use += slot_bytes
-                return Loan(self, slot, self._bump(slot), self._payloads[slot], holder)
-        if fits:
+                self.bytes_in_use += sizes[size_class]
+                loan = self._out[slot] = Loan(self, slot, self._bump(slot), self._payloads[slot], holder)
+                return loan
+        if nbytes <= sizes[-1]:
             raise WouldBlock(f"no slot of {nbytes} bytes to spare for {holder}")
-        raise TooLarge(f"{nbytes} bytes, and the largest slot has {self.layout.max_payload_bytes}")
+        raise TooLarge(f"{nbytes} bytes, and the largest slot has {sizes[-1]}")
 
     def seal(self, loan: Loan, consumers: Iterable[Hashable], nbytes: int) -> None:
         """The slot is written; `consumers` may read it, each until it releases it."""
         self._lines[loan.slot * self._words_per_line + 1] = nbytes
         loan.generation = self._bump(loan.slot)
-        self._borrowers[loan.slot] = set(consumers)
+        loan.borrowers.update(consumers)
 
     def abort(self, loan: Loan) -> None:
         """Nobody will see what was written."""
@@ -117,17 +115,16 @@ class Ring:
 
     def release(self, slot: int, consumer: Hashable) -> bool:
         """`consumer` has done with `slot`; True when the slot is free again. Raises KeyError when it had not borrowed it."""
-        borrowers = self._borrowers[slot]
+        borrowers = self._out[slot].borrowers
         borrowers.remove(consumer)
         if borrowers:
             return False
-        del self._borrowers[slot]
         self._give_back(slot)
         return True
 
     def drop(self, consumer: Hashable) -> int:
         """`consumer` is dead: give all that it had borrowed back. Returns how many slots that freed."""
-        lent = [slot for slot, borrowers in self._borrowers.items() if consumer in borrowers]
+        lent = [slot for slot, loan in self._out.items() if consumer in loan.borrowers]
         return sum(self.release(slot, consumer) for slot in lent)
 
     def close(self) -> None:
@@ -143,11 +140,11 @@ class Ring:
 
     def _give_back(self, slot: int) -> None:
         size_class = self.layout.slot_class[slot]
-        holder = self._holder.pop(slot)
+        holder = self._out.pop(slot).holder
         held = self._held[size_class]
         if held[holder] == 1:
             del held[holder]
         else:
             held[holder] -= 1
         self._free[size_class].append(slot)
-        self.bytes_in_use -= self.layout.classes[size_class][0]
+        self.bytes_in_use -= self._sizes[size_class]

@@ -167,7 +167,10 @@ class ShmConnector(Connector):
         return await asyncio.shield(making)
 
     async def _make_arena(self, threads: ThreadPoolExecutor) -> Arena:
-        return await Arena.create(self._options.arena_bytes, self._options.max_chunk_bytes, threads, on_drop=self._on_file_dropped)
+        options = self._options
+        return await Arena.create(
+            options.arena_bytes, options.max_chunk_bytes, threads, on_drop=self._on_file_dropped, on_wait=self._on_arena_wait
+        )
 
     def _on_dialed(self, endpoint: str, task: asyncio.Task[ShmOutlet]) -> None:
         del self._dialing[endpoint]
@@ -182,3 +185,7 @@ class ShmConnector(Connector):
     def _on_file_dropped(self, number: int) -> None:
         for outlet in (*self._outlets.values(), *self._closing):
             outlet.drop_file(number)
+
+    def _on_arena_wait(self) -> None:
+        for outlet in (*self._outlets.values(), *self._closing):
+            outlet.hurry()

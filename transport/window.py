@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from typing import Any
 
 from transport.errors import TransportError
 
@@ -19,13 +20,15 @@ from transport.errors import TransportError
 class Window:
     """Credit of one request and epoch."""
 
-    __slots__ = ("_busy", "_line", "_max_bytes", "_max_chunks", "bytes", "chunks", "epoch", "error")
+    __slots__ = ("_busy", "_line", "_max_bytes", "_max_chunks", "bytes", "chunks", "epoch", "error", "place", "request_id")
 
-    def __init__(self, epoch: int, max_chunks: int, max_bytes: int) -> None:
+    def __init__(self, request_id: str, epoch: int, max_chunks: int, max_bytes: int) -> None:
+        self.request_id = request_id
         self.epoch = epoch
         self.chunks = 0  # unreleased
         self.bytes = 0
         self.error: TransportError | None = None  # why it is over
+        self.place: asyncio.Future[Any] | None = None  # what the send that has the turn waits for, if it waits
         self._max_chunks = max_chunks
         self._max_bytes = max_bytes
         self._busy = False  # a send is between enter and leave
@@ -37,9 +40,12 @@ class Window:
 
     def try_enter(self, nbytes: int) -> bool:
         """Take credit and the turn now, or neither."""
-        if self._busy or self._line or not self._fits(nbytes):
+        chunks, after = self.chunks, self.bytes + nbytes
+        if self._busy or self._line or (chunks and (chunks >= self._max_chunks or after > self._max_bytes)):
             return False
-        self._take(nbytes)
+        self._busy = True
+        self.chunks = chunks + 1
+        self.bytes = after
         return True
 
     async def enter(self, nbytes: int) -> None:
@@ -79,20 +85,15 @@ class Window:
             self._wake()
 
     def fail(self, error: TransportError) -> None:
-        """No send may enter any more; those in line raise `error`."""
+        """No send may enter any more; those that wait raise `error`."""
         self.error = error
         line, self._line = self._line, None
-        for future, _ in line or ():
-            if not future.done():
+        for future in (*(future for future, _ in line or ()), self.place):
+            if future is not None and not future.done():
                 future.set_exception(type(error)(*error.args))
 
     def _fits(self, nbytes: int) -> bool:
         return not self.chunks or (self.chunks < self._max_chunks and self.bytes + nbytes <= self._max_bytes)
-
-    def _take(self, nbytes: int) -> None:
-        self._busy = True
-        self.chunks += 1
-        self.bytes += nbytes
 
     def _wake(self) -> None:
         while self._line and not self._busy:
@@ -101,7 +102,9 @@ class Window:
                 self._line.popleft()
             elif self._fits(nbytes):
                 self._line.popleft()
-                self._take(nbytes)
+                self._busy = True
+                self.chunks += 1
+                self.bytes += nbytes
                 future.set_result(None)
             else:
                 return

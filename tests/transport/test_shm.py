@@ -26,6 +26,7 @@ from transport.connector import Connector, ConnectorOptions, Outlet
 from transport.errors import Broken, Closed, ProtocolError, TooLarge
 from transport.layout import Layout
 from transport.memfile import MemFile, attach
+from transport.outlet import send_to_all
 from transport.shm import ShmConnector
 from transport.window import Tombstones
 
@@ -118,6 +119,48 @@ async def test_one_chunk_to_many_consumers_and_many_producers_to_one(shm: Callab
     for inbox in inboxes:
         arrived = [await inbox.take() for _ in names]
         assert {(header.request_id, int(arrays[0].max())) for header, arrays in arrived} == {(f"from-{i}", i) for i in range(3)}
+
+
+@pytest.mark.parametrize("size", [10, 50_000, 9 * MIB])
+async def test_a_chunk_for_several_consumers_is_copied_once(shm: Callable[..., ShmConnector], size: int) -> None:
+    producer, peers, inboxes = shm("producer"), [shm("a"), shm("b"), shm("c")], [Inbox(), Inbox(), Inbox()]
+    outlets = [await producer.dial(await inbox.open(peer)) for peer, inbox in zip(peers, inboxes, strict=True)]
+    await send_to_all(outlets, *chunk("r", 0, filled(size, 3)))
+    assert producer.stats().slots_in_use == (size > 4096)
+    leases = [await inbox.leases.get() for inbox in inboxes]
+    assert [int(lease.arrays()[0][-1]) for lease in leases] == [3, 3, 3]
+    for lease in leases[:2]:
+        lease.release()
+    await asyncio.sleep(0.05)
+    assert producer.stats().slots_in_use == (size > 4096)
+    leases[2].release()
+    await settle(lambda: producer.stats().slots_in_use == 0)
+
+
+async def test_a_consumer_gone_is_said_and_the_others_have_the_chunk(shm: Callable[..., ShmConnector]) -> None:
+    producer, peers, inboxes = shm("producer", window_chunks=2), [shm("a"), shm("b")], [Inbox(), Inbox()]
+    outlets = [await producer.dial(await inbox.open(peer)) for peer, inbox in zip(peers, inboxes, strict=True)]
+    inbound = next(iter(peers[0]._inbounds))
+    inbound._lane._sock.shutdown(socket.SHUT_RD)
+    with pytest.raises(Broken):
+        await send_to_all(outlets, *chunk("r", 0, filled(50_000, 3)))
+    assert (await inboxes[1].take())[0].seq == 0
+    await settle(lambda: producer.stats().slots_in_use == 0)
+    assert outlets[1]._windows._windows == {}
+
+
+async def test_a_cancel_ends_a_send_to_several_that_waits(shm: Callable[..., ShmConnector]) -> None:
+    producer, peers, inboxes = shm("producer", window_chunks=1), [shm("a"), shm("b")], [Inbox(), Inbox()]
+    outlets = [await producer.dial(await inbox.open(peer)) for peer, inbox in zip(peers, inboxes, strict=True)]
+    await outlets[1].send(*chunk("r", 0, filled(50_000, 1)))
+    waiting = asyncio.create_task(send_to_all(outlets, *chunk("r", 1, filled(50_000, 1))))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    outlets[1].cancel("r", 0)
+    with pytest.raises(Closed):
+        await waiting
+    await outlets[0].send(*chunk("r", 1, filled(50_000, 1)))
+    assert (await inboxes[0].take())[0].seq == 1
 
 
 @pytest.mark.parametrize("size", [20_000, 300_000])
@@ -345,6 +388,26 @@ async def test_nonsense_ends_its_own_lane_only(shm: Callable[..., ShmConnector],
     await outlet.send(*chunk("r", 0))
     assert (await inbox.take())[0].seq == 0
     assert inbox.lost.empty()
+
+
+async def test_a_descriptor_may_come_later_than_its_announcement(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
+    endpoint = await inbox.open(shm("consumer"))
+    file = MemFile(Layout(CLASSES).total_bytes)
+    with raw_dial(endpoint) as sock:
+        socket.send_fds(sock, [channel.encode(Hello(channel.VERSION, "raw", CLASSES))], [file.fd])
+        assert isinstance(channel.to_producer.decode(await asyncio.to_thread(sock.recv, 1000)), Welcome)
+        for number in range(3):
+            for _ in range(20):  # many messages at once make the lane look for more
+                sock.send(channel.encode(Data(0, HEADER, channel.INLINE, 0, 0, 0)))
+            sock.send(channel.encode(FileComing()))
+            await settle(lambda: inbox.leases.qsize() >= 20)
+            await asyncio.sleep(0.01)
+            socket.send_fds(sock, [channel.encode(File(number + 1, CLASSES))], [file.fd])
+            while not inbox.leases.empty():
+                inbox.leases.get_nowait().release()
+        sock.send(channel.encode(Data(0, HEADER, channel.INLINE, 0, 0, 0)))
+        (await inbox.leases.get()).release()
+    file.close()
 
 
 async def test_a_hello_of_another_version_is_refused(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:

@@ -1,0 +1,107 @@
+"""A chunk that lies in its producer's memory: how it is read in place, and how its end is noticed.
+
+Knows mappings and descriptors. Knows nothing of sockets or loops; what is released goes to a `Borrower`.
+
+Rules
+- Only what a message has named is read; the slot's generation is checked when its lease is opened.
+- A chunk is released once: when its lease was released (or dropped) and no view of its memory lives. Views may die on any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from transport.channel import INLINE, Data
+from transport.chunk import view
+from transport.connector import Lease
+from transport.errors import Broken, Closed, ProtocolError
+from transport.layout import Layout
+
+
+class Borrower(Protocol):
+    """Who has the mappings, and tells the producer what is not read any more."""
+
+    peer: str
+
+    def area(self, file: int) -> Area:
+        """Raises Closed."""
+
+    def settle(self, number: int, nbytes: int) -> None:
+        """Release that chunk, soon. May be called from any thread, inside any allocation."""
+
+
+class Area:
+    """A file of the producer, read-only."""
+
+    __slots__ = ("_lines", "_memory", "_offsets", "_sizes", "_words_per_line")
+
+    def __init__(self, layout: Layout, memory: memoryview) -> None:
+        self._sizes = [layout.slot_bytes(slot) for slot in range(layout.slots)]
+        self._offsets = layout.payload_offset
+        self._memory = memory
+        self._lines = memory[layout.line_offset(0) : layout.line_offset(layout.slots)].cast("Q")
+        self._words_per_line = len(self._lines) // layout.slots
+
+    def read(self, data: Data) -> _Payload:
+        """The chunk's bytes, in place. Raises Broken, ProtocolError."""
+        slot, nbytes = data.slot, data.nbytes
+        if not 0 <= slot < len(self._sizes) or not 0 <= nbytes <= self._sizes[slot]:
+            raise ProtocolError(f"a chunk of {nbytes} bytes in slot {slot}, which the area does not have")
+        if self._lines[slot * self._words_per_line] != data.generation:
+            raise Broken(f"slot {slot} was given to another chunk: its producer took this process for dead")
+        return _Payload(nbytes, np.uint8, self._memory, self._offsets[slot])
+
+
+class _Payload(np.ndarray):
+    """The bytes of one chunk. All arrays over them hang on this one; with the last of them it dies, and settles the chunk."""
+
+    borrower: Borrower | None = None  # stays None in what is sliced from one
+    number = 0
+
+    def __del__(self) -> None:
+        if self.borrower is not None:
+            self.borrower.settle(self.number, self.nbytes)
+
+
+class ShmLease(Lease):
+    """A chunk that lies in its producer's memory (or came inline)."""
+
+    __slots__ = ("_borrower", "_data", "_payload", "header", "peer")
+
+    def __init__(self, borrower: Borrower, data: Data) -> None:
+        self.header = data.header
+        self.peer = borrower.peer
+        self._borrower = borrower
+        self._data: Data | None = data
+        self._payload: _Payload | None = None
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Raises Closed after `release`, Broken when the producer took this process for dead and used the slot again."""
+        data = self._data
+        if data is None:
+            raise Closed("this lease was released")
+        specs = data.header.tensors
+        if not specs:
+            return ()
+        if data.file == INLINE:
+            return tuple([view(spec, data.inline) for spec in specs])
+        payload = self._payload
+        if payload is None:
+            payload = self._borrower.area(data.file).read(data)
+            payload.borrower, payload.number = self._borrower, data.number
+            self._payload = payload
+        return tuple([view(spec, payload) for spec in specs])
+
+    def release(self) -> None:
+        data = self._data
+        if data is not None:
+            self._data = None
+            if self._payload is None:
+                self._borrower.settle(data.number, data.nbytes)
+            else:
+                self._payload = None  # it settles the chunk when it dies: now, or with the last view
+
+    def __del__(self) -> None:
+        self.release()
