@@ -9,7 +9,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,19 @@ from transport.connector import Connector
 from transport.errors import Broken
 from transport.shm import ShmConnector
 
-POINTS = 50  # on each of two event loops
+POINTS = 100  # on each of two event loops
 SEEN_WITHIN_S = 0.05
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
 
 
 @pytest.fixture(scope="module")
-def processes() -> multiprocessing.context.ForkServerContext:
+def processes() -> Iterator[multiprocessing.context.ForkServerContext]:
     context = multiprocessing.get_context("forkserver")  # a fresh process in milliseconds
     context.set_forkserver_preload(["tests.transport.crashing"])
-    return context
+    yield context
+    forkserver._forkserver._stop()  # they would stay until this process ends
+    resource_tracker._resource_tracker._stop()
 
 
 def left() -> tuple[int, list[str]]:
