@@ -134,6 +134,8 @@ async def test_a_stopped_producer_holds_nobody_and_goes_on(
         async with asyncio.timeout(20):
             while reader.count < seen + 20:
                 await asyncio.sleep(0.001)
+                if reader.held:  # what it keeps may be all that the producer has
+                    reader.held.popleft().release()
         os.kill(producer.pid or 0, signal.SIGSTOP)
         await asyncio.sleep(0.01)
         for lease in reader.held:
