@@ -26,6 +26,9 @@ check: install  ## formatting, lint, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+bench: install  ## what a hop between two processes costs, beside others
+	@$(BIN)/python tests/perf/bench_hop.py
+
 format: install
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
