@@ -91,25 +91,19 @@ class BlockingOutlet(_End):
         self._batch = max(1, options.window_chunks // 4)
         self._buffer = bytearray(channel.MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
-        sock = channel.seqpacket(0)
+        layout = arena_layout(options.arena_bytes)
+        self._file = MemFile(layout.total_bytes)
+        self._ring = Ring(layout, self._file.memory)
+        self._sock = channel.seqpacket(0)
         try:
-            with channel.socket_address(Path(endpoint.removeprefix("shm:"))) as address:
-                sock.connect(address)
-            if not channel.is_ours(sock):
-                raise Broken(f"{endpoint} belongs to another user")
-            self._use(sock, timeout_s)
-            layout = arena_layout(options.arena_bytes)
-            self._file = MemFile(layout.total_bytes)
-            self._ring = Ring(layout, self._file.memory)
-            socket.send_fds(sock, [encode(Hello(channel.VERSION, name, layout.classes))], [self._file.fd])
+            self._connect(endpoint)
+            self._use(self._sock, timeout_s)
+            socket.send_fds(self._sock, [encode(Hello(channel.VERSION, name, layout.classes))], [self._file.fd])
             answer = self._recv()
             if not isinstance(answer, Welcome):
                 raise ProtocolError(answer.reason if isinstance(answer, Refused) else "it released what it was not sent")
-        except OSError as error:
-            sock.close()
-            raise Broken(f"nobody listens at {endpoint}: {error.strerror or error}") from error
         except BaseException:
-            sock.close()
+            self.close()
             raise
         self.peer = answer.peer
 
@@ -128,13 +122,14 @@ class BlockingOutlet(_End):
         loan: Loan | None = None
         try:
             if nbytes <= self._options.inline_bytes:
-                data = Data(self._next_number, header, INLINE, 0, 0, nbytes, pack(header.tensors, arrays, nbytes))
+                message = encode(Data(self._next_number, header, INLINE, 0, 0, nbytes, pack(header.tensors, arrays, nbytes)))
             else:
                 loan = self._loan(nbytes, header.request_id)
+                # Before the copy, which pushes all else out of the cache.
+                message = encode(Data(self._next_number, header, 0, loan.slot, loan.generation + 1, nbytes))
                 fill(loan.payload, header.tensors, arrays)
                 self._ring.seal(loan, (self,), nbytes)
-                data = Data(self._next_number, header, 0, loan.slot, loan.generation, nbytes)
-            self._post(encode(data))
+            self._post(message)
         except BaseException:
             if loan is not None:
                 self._ring.abort(loan)
@@ -156,6 +151,15 @@ class BlockingOutlet(_End):
         super().close()
         self._ring.close()
         self._file.close()
+
+    def _connect(self, endpoint: str) -> None:
+        try:
+            with channel.socket_address(Path(endpoint.removeprefix("shm:"))) as address:
+                self._sock.connect(address)
+        except OSError as error:
+            raise Broken(f"nobody listens at {endpoint}: {error.strerror or error}") from error
+        if not channel.is_ours(self._sock):
+            raise Broken(f"{endpoint} belongs to another user")
 
     def _loan(self, nbytes: int, holder: str) -> Loan:
         while True:

@@ -69,6 +69,8 @@ def test_a_send_waits_for_the_last_view_which_may_die_on_another_thread(tmp_path
 def test_ends_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(Broken, match="nobody listens"):
         BlockingOutlet(f"shm:{tmp_path}/none", "x")
+    with BlockingInbound(tmp_path / "deaf.sock") as deaf, pytest.raises(TimeoutError):
+        BlockingOutlet(deaf.endpoint, "x", OPTIONS, timeout_s=0.05)
     outlet, inbound = pair(tmp_path)
     with pytest.raises(TooLarge):
         outlet.send(*chunk("r", 0, np.zeros(9 * MIB, np.uint8)))
