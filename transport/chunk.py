@@ -13,7 +13,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -25,6 +25,10 @@ MODALITIES: tuple[str, ...] = Modality.__args__  # type: ignore[attr-defined]
 
 # Names that numpy does not know, and the numpy type of the same width that carries their bits.
 CARRIED_DTYPES: dict[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "utf8": "uint8"}
+
+# Not the tensor but where it lies in device memory, see cuda_ipc.py. The lane holds what such an array owns until it is released.
+DEVICE_DTYPE = "device_block"
+CARRIED_DTYPES[DEVICE_DTYPE] = "uint8"
 
 
 class Place(IntEnum):
@@ -175,6 +179,11 @@ def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], li
         arrays.append(array)
         offset += -(-array.nbytes // 64) * 64
     return tuple(specs), arrays, offset
+
+
+def on_device(specs: Sequence[TensorSpec]) -> bool:
+    """Whether any of these tensors lies in device memory."""
+    return any(spec.dtype == DEVICE_DTYPE for spec in specs)
 
 
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:

@@ -27,7 +27,7 @@ import numpy as np
 from transport import channel, memfile
 from transport.arena import ARENA_FILE
 from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Lane, Refused, Release, Welcome
-from transport.chunk import view
+from transport.chunk import on_device, view
 from transport.connector import ConnectorStats, Lease
 from transport.errors import Broken, Closed, ProtocolError
 from transport.layout import Layout
@@ -246,7 +246,7 @@ class ShmLease(Lease):
         if data is None:
             return
         self._data = self._memory = None
-        if memory is None or data.file == channel.INLINE:
+        if memory is None or (data.file == channel.INLINE and not on_device(self.header.tensors)):
             self._inbound.release(data.number)
         else:
             self._inbound.release_unviewed(data.number, memory)

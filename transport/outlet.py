@@ -23,7 +23,7 @@ import numpy as np
 from transport import channel
 from transport.arena import ARENA_FILE, Arena
 from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Lane, Refused, Release, Welcome
-from transport.chunk import ChunkHeader
+from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats, Outlet
 from transport.errors import Broken, Closed, ProtocolError, TooLarge, TransportError
 from transport.payload import fill, pack, payload_bytes
@@ -42,6 +42,7 @@ class _Lent(NamedTuple):
     nbytes: int
     ring: Ring | None  # None: it went inline
     slot: int
+    blocks: Sequence[np.ndarray]  # these own device memory that the consumer may read
 
 
 class ShmOutlet(Outlet):
@@ -88,6 +89,7 @@ class ShmOutlet(Outlet):
         nbytes = payload_bytes(header.tensors, arrays)
         if nbytes > self._options.max_chunk_bytes:
             raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._options.max_chunk_bytes}")
+        blocks = tuple(arrays) if on_device(header.tensors) else ()
         # 1. The request's credit, and its turn: sends of one request leave in order.
         window = self._window(header)
         if not window.try_enter(nbytes):
@@ -97,11 +99,11 @@ class ShmOutlet(Outlet):
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
             if nbytes <= self._inline_bytes:
                 window.check()
-                self._post_inline(header, window, nbytes, pack(header.tensors, arrays, nbytes))
+                self._post_inline(header, window, nbytes, pack(header.tensors, arrays, nbytes), blocks)
             else:
                 loan = await self._loan(header, window, nbytes)
                 await self._fill(loan, header, arrays, window)
-                self._post(header, window, nbytes, loan)
+                self._post(header, window, nbytes, loan, blocks)
         except BaseException:
             window.give_back(nbytes)
             raise
@@ -197,13 +199,13 @@ class ShmOutlet(Outlet):
                 copied.add_done_callback(lambda _: self._arena.abort(loan))
             raise
 
-    def _post_inline(self, header: ChunkHeader, window: Window, nbytes: int, payload: bytes) -> None:
+    def _post_inline(self, header: ChunkHeader, window: Window, nbytes: int, payload: bytes, blocks: Sequence[np.ndarray]) -> None:
         number = self._next_number
         self._lane.post(channel.encode(Data(number, header, channel.INLINE, 0, 0, nbytes, payload)))
         self._next_number = number + 1
-        self._lent[number] = _Lent(header.request_id, window, nbytes, None, 0)
+        self._lent[number] = _Lent(header.request_id, window, nbytes, None, 0, blocks)
 
-    def _post(self, header: ChunkHeader, window: Window, nbytes: int, loan: Loan) -> None:
+    def _post(self, header: ChunkHeader, window: Window, nbytes: int, loan: Loan, blocks: Sequence[np.ndarray]) -> None:
         number, ring, slot = self._next_number, loan.ring, loan.slot
         ring.seal(loan, (self,), nbytes)
         try:
@@ -217,7 +219,7 @@ class ShmOutlet(Outlet):
             self._arena.released()
             raise
         self._next_number = number + 1
-        self._lent[number] = _Lent(header.request_id, window, nbytes, ring, slot)
+        self._lent[number] = _Lent(header.request_id, window, nbytes, ring, slot, blocks)
 
     @contextlib.contextmanager
     def _counted_wait(self) -> Iterator[None]:
