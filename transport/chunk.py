@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal
@@ -186,11 +187,17 @@ def on_device(specs: Sequence[TensorSpec]) -> bool:
     return any(spec.dtype == DEVICE_DTYPE for spec in specs)
 
 
+@functools.lru_cache(256)
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of arrays that hold what is called `name`. Raises TypeError for what nobody knows."""
+    if name in CARRIED_DTYPES and name != "utf8":
+        return np.dtype(CARRIED_DTYPES[name], metadata={"carries": name})
+    return np.dtype(CARRIED_DTYPES.get(name, name))
+
+
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:
     """A read-only array over `payload` (any buffer) as `spec` describes it; raises ValueError when the range does not fit."""
-    dtype = np.dtype(CARRIED_DTYPES.get(spec.dtype, spec.dtype))
-    if spec.dtype in CARRIED_DTYPES and spec.dtype != "utf8":
-        dtype = np.dtype(dtype.name, metadata={"carries": spec.dtype})
+    dtype = numpy_dtype(spec.dtype)
     count = 1
     for n in spec.shape:
         count *= n

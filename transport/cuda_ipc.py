@@ -33,6 +33,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,14 +41,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from transport.chunk import CARRIED_DTYPES, DEVICE_DTYPE
+from transport.chunk import DEVICE_DTYPE, numpy_dtype
 from transport.errors import Closed, DeviceError, ProtocolError, TooLarge, WouldBlock
 
 log = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 512  # as of cuMemAlloc: any kernel may load from a block's start
 _ALLOCATION_BYTES = 2 * 2**20  # smaller allocations share a page, and a handle names the page
-_DTYPE = np.dtype(CARRIED_DTYPES[DEVICE_DTYPE], metadata={"carries": DEVICE_DTYPE})
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -102,12 +102,8 @@ class Loan:
         self._offset = offset
         self._event = event  # its number in the pool
         self._stream = stream
-        self._is_sealed = False
+        self._sealed: weakref.ref[np.ndarray] | None = None
         self._is_out = True
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return _interface(self.pointer, self.nbytes)
 
     def copy_from(self, pointer: int) -> None:
         """Have the stream copy `nbytes` of device memory into the block."""
@@ -116,19 +112,19 @@ class Loan:
 
     def seal(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         """What a chunk carries: readable after what the stream has been given so far. It owns the block from here on."""
-        if not self._is_out or self._is_sealed:
+        if not self._is_out or self._sealed is not None:
             raise Closed("this block was given back, or sealed before")
-        payload = self._pool.describe(self._offset, self.nbytes, self._event, self._stream, dtype, shape)
-        self._is_sealed = True
-        array = np.frombuffer(payload, _DTYPE)
-        weakref.finalize(array, self.give_back).atexit = False
+        array = np.frombuffer(self._pool.describe(self._offset, self.nbytes, self._event, self._stream, dtype, shape), _PAYLOAD)
+        self._sealed = weakref.ref(array, self.give_back)
+        self._pool.sealed[self._event] = self  # until `array` dies
         return array
 
-    def give_back(self) -> None:
+    def give_back(self, _: object = None) -> None:
         """Idempotent; never waits; may be called on any thread, inside any allocation."""
         if self._is_out:
             self._is_out = False
-            self._pool.give_back(_Returned(self._offset, self.nbytes, self._event, None if self._is_sealed else self._stream))
+            self._pool.sealed.pop(self._event, None)
+            self._pool.give_back(_Returned(self._offset, self.nbytes, self._event, self._stream if self._sealed is None else None))
 
     def __del__(self) -> None:
         self.give_back()
@@ -157,6 +153,7 @@ class CudaPool:
         self._free = FreeSpans(self.bytes_total)
         self._lock = threading.Lock()  # of what is free
         self._returned: deque[_Returned] = deque()  # by any thread
+        self.sealed: dict[int, Loan] = {}  # by event; whose arrays live
         self._unfinished: set[int] = set()  # events whose work was not done when their block came back
         self._line: deque[tuple[asyncio.Future[Loan], int, int]] = deque()  # (who waits, bytes, stream)
         self._loop: asyncio.AbstractEventLoop | None = None  # where they wait
@@ -205,8 +202,8 @@ class CudaPool:
 
     def settle(self) -> None:
         """Count what has come back, without lending: for metrics and tests."""
-        with self._lock, self.device as cuda:
-            self._take_back(cuda)
+        with self._lock:
+            self._take_back()
 
     def close(self) -> None:
         """Free the memory. To be called when the consumers are done with it. Idempotent."""
@@ -248,31 +245,36 @@ class CudaPool:
         size = _rounded(nbytes)
         if size > self.bytes_total:
             raise TooLarge(f"{nbytes} bytes of device memory, and the pool has {self.bytes_total}")
-        with self._lock, self.device as cuda:
-            self._take_back(cuda)
+        with self._lock:
+            self._take_back()
             offset = self._free.take(size) if self._free_events else None
             if offset is None:
                 return None
             # Events used again meanwhile are waited for as well: each was recorded on a stream that had waited for its earlier use.
-            for event in self._unfinished:
-                cuda.cuStreamWaitEvent(stream, self._events[event][0], 0)
+            if self._unfinished:
+                with self.device as cuda:
+                    for event in self._unfinished:
+                        cuda.cuStreamWaitEvent(stream, self._events[event][0], 0)
             self.blocks_out += 1
             self.bytes_out += size
             return Loan(self, offset, nbytes, self._free_events.pop(), stream)
 
-    def _take_back(self, cuda: _Driver) -> None:
+    def _take_back(self) -> None:
         if self._closed:
             return
         while self._returned:
             offset, nbytes, event, unsealed = self._returned.popleft()
             if unsealed is not None:
-                cuda.cuEventRecord(self._events[event][0], unsealed)
+                with self.device as cuda:
+                    cuda.cuEventRecord(self._events[event][0], unsealed)
             self._free.give(offset, _rounded(nbytes))
             self._free_events.append(event)
             self._unfinished.add(event)
             self.blocks_out -= 1
             self.bytes_out -= _rounded(nbytes)
-        self._unfinished = {event for event in self._unfinished if not cuda.is_done(self._events[event][0])}
+        if self._unfinished:
+            cuda = driver()
+            self._unfinished = {event for event in self._unfinished if not cuda.is_done(self._events[event][0])}
 
     def _serve(self) -> None:
         """Give blocks to those in line, in order."""
@@ -294,19 +296,28 @@ class CudaPool:
 
 
 class View:
-    """Device memory of another process, to be read on the stream it was opened for. `__cuda_array_interface__`: its bytes."""
+    """Device memory of another process, to be read on the stream it was opened for. Hold it while what lies there is used."""
 
-    __slots__ = ("__weakref__", "dtype", "nbytes", "pointer", "shape")
+    __slots__ = ("_on_dead", "_owned", "dtype", "nbytes", "pointer", "shape")
 
-    def __init__(self, pointer: int, block: Block) -> None:
+    def __init__(self, pointer: int, block: Block, owned: _Owned, on_dead: Callable[[_Owned], None]) -> None:
         self.pointer = pointer
         self.nbytes = block.nbytes
         self.dtype = block.dtype
         self.shape = block.shape
+        self._owned = owned
+        self._on_dead = on_dead
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return _interface(self.pointer, self.nbytes)
+    def __del__(self) -> None:
+        self._on_dead(self._owned)  # on any thread, inside any allocation
+
+
+class _Owned(NamedTuple):
+    """What a view holds on to."""
+
+    pool: _OpenedPool
+    array: np.ndarray
+    stream: int
 
 
 class CudaReader:
@@ -315,7 +326,7 @@ class CudaReader:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._pools: dict[str, _OpenedPool] = {}  # by name
-        self._dead: SimpleQueue[tuple[_OpenedPool, np.ndarray, int] | None] = SimpleQueue()  # views that died: (pool, array, stream)
+        self._dead: SimpleQueue[_Owned | None] = SimpleQueue()  # of views that died
         self._thread: threading.Thread | None = None
 
     def open(self, array: np.ndarray, stream: int) -> View:
@@ -332,9 +343,7 @@ class CudaReader:
         if pool is None:
             pool = self._open_pool(block)
         pool.wait(stream, block.event)
-        view = View(pool.base + block.offset, block)
-        weakref.finalize(view, self._dead.put, (pool, array, stream)).atexit = False
-        return view
+        return View(pool.base + block.offset, block, _Owned(pool, array, stream), self._dead.put)
 
     def close(self) -> None:
         """Let go of every pool, when the views that are dying have. Idempotent."""
@@ -368,12 +377,11 @@ class CudaReader:
     def _let_go(self) -> None:
         """Release what died, once the work that its stream had been given by then is done. On the thread."""
         while (dead := self._dead.get()) is not None:
-            pool, array, stream = dead
             try:
-                pool.finish(stream)
+                dead.pool.finish(dead.stream)
             except DeviceError:  # the stream's work has failed, so nothing reads the block; a thread that ends would release no more
                 log.exception("a stream that read device memory failed")
-            del dead, pool, array  # the release
+            del dead  # the release
 
 
 class _OpenedPool:
@@ -396,20 +404,23 @@ class _OpenedPool:
         self._passed = passed.value or 0  # used by the reader's thread alone
 
     def wait(self, stream: int, handle: bytes) -> None:
-        """Have `stream` wait for the event of `handle`."""
-        with self._device as cuda:
-            event = self._events.get(handle)
-            if event is None:
-                opened = ctypes.c_void_p()
+        """Have `stream` wait for the event of `handle`, unless that is past: work on a second context is slow while another has the GPU."""
+        event = self._events.get(handle)
+        if event is None:
+            opened = ctypes.c_void_p()
+            with self._device as cuda:
                 cuda.cuIpcOpenEventHandle(ctypes.byref(opened), _IpcHandle.from_buffer_copy(handle))
-                event = self._events[handle] = opened.value or 0
-            cuda.cuStreamWaitEvent(stream, event, 0)
+            event = self._events[handle] = opened.value or 0
+        if not driver().is_done(event):
+            with self._device as cuda:
+                cuda.cuStreamWaitEvent(stream, event, 0)
 
     def finish(self, stream: int) -> None:
         """Wait, asleep, until `stream` has done what it has been given."""
         with self._device as cuda:
-            cuda.cuEventRecord(self._passed, stream)
-            cuda.cuEventSynchronize(self._passed)
+            if not cuda.is_idle(stream):
+                cuda.cuEventRecord(self._passed, stream)
+                cuda.cuEventSynchronize(self._passed)
 
     def __del__(self) -> None:
         if self.base:
@@ -469,7 +480,6 @@ class _IpcHandle(ctypes.Structure):
 
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING, _EVENT_INTERPROCESS = 1, 2, 4
 _IPC_LAZY_PEER_ACCESS = 1
-_NOT_READY = 600
 
 _out, _int, _size, _address, _handle = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -506,16 +516,20 @@ class _Driver:
             raise DeviceError(f"no CUDA driver: {error}") from error
         for name, types in _SIGNATURES.items():
             setattr(self, name, self._checked(name, types))
-        self._query = library.cuEventQuery
-        self._query.argtypes = (_handle,)
+        self._query_event, self._query_stream = library.cuEventQuery, library.cuStreamQuery
+        self._query_event.argtypes = self._query_stream.argtypes = (_handle,)
         self.cuInit(0)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not among the driver's functions that are used")
 
     def is_done(self, event: int) -> bool:
-        """Whether the work before `event` is done; work that failed counts, since nobody will do it."""
-        return bool(self._query(event) != _NOT_READY)
+        """Whether the work before `event` is done."""
+        return bool(self._query_event(event) == 0)
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether `stream` has done all it was given."""
+        return bool(self._query_stream(stream) == 0)
 
     def _checked(self, name: str, types: tuple[Any, ...]) -> Any:
         function = getattr(self._library, name)
@@ -529,11 +543,6 @@ class _Driver:
             self._library.cuGetErrorString(code, ctypes.byref(text))
             raise DeviceError(f"{function.__name__}: {(text.value or b'unknown error').decode()} ({code})")
         return code
-
-
-def _interface(pointer: int, nbytes: int) -> dict[str, Any]:
-    """`__cuda_array_interface__` of some bytes; who knows their dtype views them as that. The stream is the caller's matter."""
-    return {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3, "stream": None}
 
 
 def _rounded(nbytes: int) -> int:
@@ -550,5 +559,6 @@ def _decoded(array: np.ndarray) -> Block:
     return block
 
 
+_PAYLOAD = numpy_dtype(DEVICE_DTYPE)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Block)

@@ -57,7 +57,13 @@ async def with_peer(role: str, directory: Path, pool_bytes: int = 64 * MIB, max_
     here = Here(directory, pool_bytes, max_tensors)
     endpoint = await here.connector.open(here.leases.put_nowait, lambda peer: None, lambda request_id, epoch: None)
     here.peer = await asyncio.create_subprocess_exec(
-        sys.executable, PEER, role, str(directory), endpoint, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        sys.executable,
+        PEER,
+        role,
+        str(directory),
+        endpoint,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
     try:
         here.outlet = await here.connector.dial((await here.peer.stdout.readline()).decode().strip())
@@ -166,6 +172,7 @@ async def test_a_full_pool_makes_loans_wait_in_line_and_a_cancelled_one_takes_no
         await given_up
     del waiting, given_up
     held.clear()
+    await asyncio.sleep(0)  # the loop lets go of the task that woke us
     devices.pool.settle()
     assert devices.pool.blocks_out == 0
     devices.close()
