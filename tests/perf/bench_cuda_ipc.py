@@ -1,10 +1,11 @@
 """A CUDA tensor from one process to another on one GPU: by CUDA IPC with and without a copy into the pool, and by way of the host.
 
-    python tests/perf/bench_cuda_ipc.py [--json FILE]
+    python tests/perf/bench_cuda_ipc.py [--cores any|own|awake] [--json FILE]
 
 Two processes, both coroutines on uvloop, over the shared-memory connector as stages use it. One chunk at a time.
 - one way: the producer's clock before it hands over a tensor that is ready -> the consumer's clock when it has a tensor that it may use
   (`usable`: ordered on its stream) and when the GPU has really passed that point (`done`: the stream was synchronised).
+- hop: a chunk of as many bytes as say where a tensor lies, and no tensor: what the lane itself takes.
 - pool: one device-to-device copy into the pool. loan: the tensor was written in the pool. host: to the CPU, through the ring, to the GPU.
 Every tensor that arrives is compared on the GPU, outside of what is timed. Then: chunks whose producer's stream still works when they are
 opened; blocks that are used again at once; a consumer, then a producer, that is killed.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -42,7 +43,7 @@ SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
 BLOCK_BYTES = 256  # what a chunk says of a block
 ROUNDS = {BLOCK_BYTES: 1000, 64 * KIB: 1000, MIB: 1000, 16 * MIB: 1000, 256 * MIB: 200}
 HOST_ROUNDS = {64 * KIB: 300, MIB: 300, 16 * MIB: 60, 256 * MIB: 10}
-WARM_UP = 20
+REPETITIONS = 5
 OPTIONS = ConnectorOptions(arena_bytes=64 * MIB, window_bytes=512 * MIB, max_chunk_bytes=256 * MIB + KIB)
 SLEEP_CYCLES = 4_000_000  # about 2 ms of GPU
 
@@ -143,11 +144,12 @@ async def produce(directory: str, quick: bool, flags: list[str]) -> dict[str, An
     await end.dial(theirs)
     report: dict[str, Any] = {"rows": []}
     with torch.cuda.stream(torch.cuda.Stream()):
-        cells = [(nbytes, way) for nbytes in SIZES for way in ("pool", "loan", "host")] + [(BLOCK_BYTES, "hop")]
-        random.Random(5).shuffle(cells)
-        for nbytes, way in cells:
-            report["rows"].append(await timed(end, nbytes, way))
-        report["rows"].sort(key=lambda row: (row["nbytes"], row["way"] == "host", row["way"] == "loan"))
+        cells = [(BLOCK_BYTES, "hop"), *((nbytes, way) for nbytes in SIZES for way in ("pool", "loan", "host"))]
+        rounds: dict[tuple[int, str], list[list[Round]]] = {cell: [] for cell in cells}
+        for repetition in range(REPETITIONS):
+            for cell in random.Random(repetition).sample(cells, len(cells)):
+                rounds[cell].append(await timed(end, *cell))
+        report["rows"] = [row_of(*cell, rounds[cell]) for cell in cells]
         if quick:
             await end.close()
             consumer.kill()
@@ -159,13 +161,22 @@ async def produce(directory: str, quick: bool, flags: list[str]) -> dict[str, An
     return report
 
 
-async def timed(end: End, nbytes: int, way: str) -> dict[str, Any]:
+class Round(NamedTuple):
+    """Microseconds since the producer began, at which ..."""
+
+    made: float  # the producer had what a chunk carries
+    sent: float  # `send` returned
+    came: float  # the consumer's coroutine had the chunk
+    usable: float
+    done: float
+    good: bool  # the numbers were right
+
+
+async def timed(end: End, nbytes: int, way: str) -> list[Round]:
     source = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="cuda")
-    made, sent, came, usable, done = [], [], [], [], []
-    rounds = (HOST_ROUNDS if way == "host" else ROUNDS)[nbytes]
-    warm_up = 3 if way == "host" else WARM_UP
-    wrong = 0
-    for n in range(rounds + warm_up):
+    rounds = []
+    warm_up = 2 if way == "host" else 20
+    for n in range(warm_up + (HOST_ROUNDS if way == "host" else ROUNDS)[nbytes] // REPETITIONS):
         value = n % 251  # exact in bfloat16
         if way == "loan":
             loan = await end.devices.loan(source.shape, source.dtype)
@@ -191,17 +202,21 @@ async def timed(end: End, nbytes: int, way: str) -> dict[str, Any]:
         lease = await end.leases.get()
         answer = lease.header.meta
         lease.release()
-        wrong += not answer["good"]
-        if n >= warm_up:
-            made.append((made_ns - start_ns) / 1e3)
-            sent.append((sent_ns - start_ns) / 1e3)
-            came.append((answer["came_ns"] - start_ns) / 1e3)
-            usable.append((answer["usable_ns"] - start_ns) / 1e3)
-            done.append((answer["done_ns"] - start_ns) / 1e3)
-    row = {"nbytes": nbytes, "way": way, "n": rounds, "wrong": wrong}
-    for name, values in (("made_us", made), ("sent_us", sent), ("came_us", came), ("usable_us", usable), ("done_us", done)):
-        row[f"{name}_p50"] = round(statistics.median(values), 1)
-        row[f"{name}_p99"] = round(sorted(values)[int(len(values) * 0.99)], 1)
+        times_ns = (made_ns, sent_ns, answer["came_ns"], answer["usable_ns"], answer["done_ns"])
+        rounds.append(Round(*((at_ns - start_ns) / 1e3 for at_ns in times_ns), answer["good"]))
+    return rounds[warm_up:]
+
+
+def row_of(nbytes: int, way: str, repetitions: list[list[Round]]) -> dict[str, Any]:
+    """All rounds of a cell; and how far the medians of its repetitions are apart."""
+    rounds = [one for repetition in repetitions for one in repetition]
+    row = {"nbytes": nbytes, "way": way, "n": len(rounds), "wrong": sum(not one.good for one in rounds)}
+    for name in ("made", "sent", "came", "usable", "done"):
+        values = sorted(getattr(one, name) for one in rounds)
+        row[f"{name}_us_p50"] = round(statistics.median(values), 1)
+        row[f"{name}_us_p99"] = round(values[int(len(values) * 0.99)], 1)
+    medians = [statistics.median(one.usable for one in repetition) for repetition in repetitions]
+    row["usable_us_p50_of_repetitions"] = [round(min(medians), 1), round(max(medians), 1)]
     return row
 
 
@@ -331,17 +346,20 @@ def main() -> None:
     parser.add_argument("--role", default="producer", choices=("producer", "consumer", "dying"))
     parser.add_argument("--directory")
     parser.add_argument("--quick", action="store_true", help="only the times")
-    parser.add_argument("--awake", action="store_true", help="one core each, kept from sleeping by a process of the lowest priority")
+    parser.add_argument("--cores", choices=("any", "own", "awake"), default="any",
+                        help="any: as the kernel likes; own: one each; awake: and kept from sleeping by a process of the lowest priority")  # fmt: skip
     args = parser.parse_args()
-    if args.awake:
-        os.sched_setaffinity(0, {(os.cpu_count() or 2) - (1 if args.role == "producer" else 2)})
+    if args.cores != "any":
+        cores = os.cpu_count() or 2
+        os.sched_setaffinity(0, {cores // 4 if args.role == "producer" else cores * 3 // 4 - 1})
+    if args.cores == "awake":
         keep_awake()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.role != "producer":
             runner.run({"consumer": consume, "dying": die}[args.role](args.directory))
             return
         with tempfile.TemporaryDirectory() as directory:
-            report = runner.run(produce(directory, args.quick, ["--awake"] if args.awake else []))
+            report = runner.run(produce(directory, args.quick, ["--cores", args.cores]))
     report["machine"] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(),
         "kernel": platform.release(),
@@ -349,11 +367,12 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     print(
-        f"{'bytes':>10} {'way':5} {'n':>5} {'usable p50':>11} {'p99':>8} {'done p50':>9} {'p99':>8} {'made':>6} {'sent':>6} {'came':>6} wrong  (us)"
+        f"{'bytes':>10} {'way':5} {'n':>5} {'usable p50':>11} {'(of repetitions)':>16} {'p99':>8} {'done p50':>9} {'p99':>8} {'made':>6} {'sent':>6} {'came':>6} wrong  (us)"
     )
     for row in report["rows"]:
         print(
-            f"{row['nbytes']:>10} {row['way']:5} {row['n']:>5} {row['usable_us_p50']:>11} {row['usable_us_p99']:>8} {row['done_us_p50']:>9}"
+            f"{row['nbytes']:>10} {row['way']:5} {row['n']:>5} {row['usable_us_p50']:>11}"
+            f" {'{} - {}'.format(*row['usable_us_p50_of_repetitions']):>16} {row['usable_us_p99']:>8} {row['done_us_p50']:>9}"
             f" {row['done_us_p99']:>8} {row['made_us_p50']:>6} {row['sent_us_p50']:>6} {row['came_us_p50']:>6} {row['wrong']:>5}"
         )
     print({name: value for name, value in report.items() if name != "rows"})
