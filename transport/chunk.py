@@ -29,7 +29,6 @@ CARRIED_DTYPES: dict[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"
 
 # Not the tensor but where it lies in device memory, see cuda_ipc.py. The lane holds what such an array owns until it is released.
 DEVICE_DTYPE = "device_block"
-CARRIED_DTYPES[DEVICE_DTYPE] = "uint8"
 
 
 class Place(IntEnum):
@@ -190,9 +189,8 @@ def on_device(specs: Sequence[TensorSpec]) -> bool:
 @functools.lru_cache(256)
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of arrays that hold what is called `name`. Raises TypeError for what nobody knows."""
-    if name in CARRIED_DTYPES and name != "utf8":
-        return np.dtype(CARRIED_DTYPES[name], metadata={"carries": name})
-    return np.dtype(CARRIED_DTYPES.get(name, name))
+    word = "uint8" if name == DEVICE_DTYPE else CARRIED_DTYPES.get(name, name)
+    return np.dtype(word) if word == name or name == "utf8" else np.dtype(word, metadata={"carries": name})
 
 
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:

@@ -283,7 +283,7 @@ class CudaPool:
             if not future.done():
                 try:
                     loan = self._find(nbytes, stream)
-                except (TooLarge, Closed) as error:
+                except (TooLarge, Closed, DeviceError) as error:
                     future.set_exception(error)
                 else:
                     if loan is None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.chunk import CARRIED_DTYPES, DEVICE_DTYPE, ChunkHeader, describe
+from transport.chunk import DEVICE_DTYPE, ChunkHeader, describe, numpy_dtype
 from transport.connector import Connector, ConnectorOptions, Lease
 from transport.cuda_ipc import Block, CudaReader, FreeSpans
 from transport.errors import ProtocolError
@@ -26,7 +26,7 @@ BLOCK = Block("1-a", 1, bytes(16), bytes(64), 4096, bytes(64), 0, 512, "float16"
 
 
 def block_array(block: Block = BLOCK) -> np.ndarray:
-    return np.frombuffer(msgspec.msgpack.encode(block), np.dtype(CARRIED_DTYPES[DEVICE_DTYPE], metadata={"carries": DEVICE_DTYPE}))
+    return np.frombuffer(msgspec.msgpack.encode(block), numpy_dtype(DEVICE_DTYPE))
 
 
 async def until(condition) -> None:
