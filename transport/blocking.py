@@ -31,7 +31,7 @@ import numpy as np
 
 from transport import channel, memfile
 from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Refused, Release, Welcome, encode
-from transport.chunk import ChunkHeader
+from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats
 from transport.credit import Windows
 from transport.errors import Broken, Closed, ProtocolError, TransportError, WouldBlock
@@ -86,7 +86,8 @@ class BlockingOutlet(_End):
         options = options or ConnectorOptions()
         self._options = options
         self._windows = Windows(options, ConnectorStats())
-        self._lent: dict[int, tuple[Window, int, Loan | None]] = {}  # by number: window, bytes, slot (None: inline)
+        # By number: window, bytes, slot (None: inline), and arrays that own device memory which the consumer may read.
+        self._lent: dict[int, tuple[Window, int, Loan | None, Sequence[np.ndarray]]] = {}
         self._next_number = 0
         self._batch = max(1, options.window_chunks // 4)
         self._buffer = bytearray(channel.MAX_MESSAGE_BYTES)
@@ -138,7 +139,7 @@ class BlockingOutlet(_End):
             self._windows.retire(window)
             raise
         window.leave()
-        self._lent[self._next_number] = (window, nbytes, loan)
+        self._lent[self._next_number] = (window, nbytes, loan, tuple(arrays) if on_device(header.tensors) else ())
         self._next_number += 1
 
     def cancel(self, request_id: str, epoch: int) -> None:
@@ -149,6 +150,7 @@ class BlockingOutlet(_End):
 
     def close(self) -> None:
         super().close()
+        self._lent.clear()
         self._ring.close()
         self._file.close()
 
@@ -184,7 +186,7 @@ class BlockingOutlet(_End):
         for number in message.numbers:
             if number not in self._lent:
                 raise ProtocolError(f"it released chunk {number}, which it does not have")
-            window, nbytes, loan = self._lent.pop(number)
+            window, nbytes, loan, _ = self._lent.pop(number)
             if loan is not None:
                 self._ring.release(loan.slot, self)
             window.give_back(nbytes)

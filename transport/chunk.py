@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, Literal
@@ -25,6 +26,9 @@ MODALITIES: tuple[str, ...] = Modality.__args__  # type: ignore[attr-defined]
 
 # Names that numpy does not know, and the numpy type of the same width that carries their bits.
 CARRIED_DTYPES: dict[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "utf8": "uint8"}
+
+# Not the tensor but where it lies in device memory, see cuda_ipc.py. The lane holds what such an array owns until it is released.
+DEVICE_DTYPE = "device_block"
 
 
 class Place(IntEnum):
@@ -175,9 +179,24 @@ def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], li
     return tuple(specs), arrays, offset
 
 
+def on_device(specs: Sequence[TensorSpec]) -> bool:
+    """Whether any of these tensors lies in device memory."""
+    for spec in specs:  # noqa: SIM110 (on every chunk's way, and `any` takes longer)
+        if spec.dtype == DEVICE_DTYPE:
+            return True
+    return False
+
+
+@lru_cache(256)  # peers name them
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of arrays that hold what is called `name`. Raises TypeError for what nobody knows."""
+    word = "uint8" if name == DEVICE_DTYPE else CARRIED_DTYPES.get(name, name)
+    return np.dtype(word) if word == name or name == "utf8" else np.dtype(word, metadata={"carries": name})
+
+
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:
     """A read-only array over `payload` (any buffer) as `spec` describes it; raises ValueError when the range does not fit."""
-    dtype = _dtype(spec.dtype)
+    dtype = numpy_dtype(spec.dtype)
     try:
         array = np.ndarray(spec.shape, dtype, payload, spec.offset)
     except TypeError as error:  # beyond the end
@@ -196,12 +215,6 @@ def _dtype_name(name: str, dtype: np.dtype[Any]) -> str:
     if known is None:
         known = _names[dtype] = dtype.name
     return "utf8" if name == "text" and known == "uint8" else known
-
-
-@lru_cache(256)  # peers name them
-def _dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(CARRIED_DTYPES.get(name, name))
-    return np.dtype(dtype.name, metadata={"carries": name}) if name in CARRIED_DTYPES and name != "utf8" else dtype
 
 
 _names: dict[np.dtype[Any], str] = {}

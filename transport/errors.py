@@ -6,6 +6,7 @@
     +-- Broken          they are gone: the peer's process died or hung up
     +-- TooLarge        the payload can never fit; waiting would not help
     +-- NoSpace         shared memory is too small for what was asked at start
+    +-- DeviceError     device memory: no driver, no such GPU, or the driver refused
     +-- ProtocolError   the peer said something that this version does not understand
 
 Names say whose fault it is.
@@ -34,6 +35,10 @@ class TooLarge(TransportError):
 
 class NoSpace(TransportError):
     """The shared-memory file system has not the room that was asked for."""
+
+
+class DeviceError(TransportError):
+    """There is no CUDA driver here, it does not have that GPU, or it refused a call."""
 
 
 class ProtocolError(TransportError):

@@ -5,6 +5,7 @@ Knows mappings and descriptors. Knows nothing of sockets or loops; what is relea
 Rules
 - Only what a message has named is read; the slot's generation is checked when its lease is opened.
 - A chunk is released once: when its lease was released (or dropped) and no view of its memory lives. Views may die on any thread.
+- What came inline is released with its lease, except where it names device memory: that waits for the views as well.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from transport.channel import INLINE, Data
-from transport.chunk import view
+from transport.chunk import on_device, view
 from transport.connector import Lease
 from transport.errors import Broken, Closed, ProtocolError
 from transport.layout import Layout
+
+_AT_ONCE = 2**62  # as the bytes of a chunk: its release waits for no other
 
 
 class Borrower(Protocol):
@@ -65,6 +68,14 @@ class _Payload(np.ndarray):
             self.borrower.settle(self.number, self.nbytes)
 
 
+class _BlockPayload(_Payload):
+    """The same where it came inline and names device memory, which its producer may wait for without a word on the lane."""
+
+    def __del__(self) -> None:
+        if self.borrower is not None:
+            self.borrower.settle(self.number, _AT_ONCE)
+
+
 class ShmLease(Lease):
     """A chunk that lies in its producer's memory (or came inline)."""
 
@@ -85,11 +96,14 @@ class ShmLease(Lease):
         specs = data.header.tensors
         if not specs:
             return ()
-        if data.file == INLINE:
-            return tuple([view(spec, data.inline) for spec in specs])
         payload = self._payload
         if payload is None:
-            payload = self._borrower.area(data.file).read(data)
+            if data.file != INLINE:
+                payload = self._borrower.area(data.file).read(data)
+            elif on_device(specs):
+                payload = _BlockPayload(len(data.inline), np.uint8, data.inline)
+            else:
+                return tuple([view(spec, data.inline) for spec in specs])
             payload.borrower, payload.number = self._borrower, data.number
             self._payload = payload
         return tuple([view(spec, payload) for spec in specs])

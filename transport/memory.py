@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transport.chunk import ChunkHeader, TensorSpec, view
+from transport.chunk import ChunkHeader, TensorSpec, on_device, view
 from transport.connector import Connector, ConnectorOptions, ConnectorStats, Lease, Outlet
 from transport.credit import Windows
 from transport.errors import Broken, Closed, TransportError
@@ -214,7 +214,9 @@ class HeapLease(Lease):
 
 
 async def gathered(specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
-    """The payload in private memory. Waits: for a thread when it is big."""
+    """The payload in private memory. Waits: for a thread when it is big. Raises ValueError: device memory goes by shared memory only."""
+    if on_device(specs):
+        raise ValueError("a tensor in device memory goes to processes of this host only, by the shm connector; send it as an array")
     payload = np.empty(nbytes, np.uint8)
     if nbytes < THREAD_COPY_BYTES:
         fill(payload, specs, arrays)

@@ -4,7 +4,7 @@ Joins credit.py, arena.py and channel.py. Knows nothing of routes, nor of other 
 
 Rules
 - A chunk is the consumer's once its descriptor is posted; until then a cancelled send leaves no trace.
-- What is lent (`_lent`) comes back by `Release`, or all at once when the consumer is gone.
+- What is lent (`_lent`) comes back by `Release`, or all at once when the consumer is gone: slots, credit, blocks of device memory.
 - `close` only ends sending: the lane stays until what was sent has been released.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from transport import channel
 from transport.arena import ARENA_FILE, Arena
 from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome, encode
-from transport.chunk import ChunkHeader
+from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats, Outlet
 from transport.credit import Windows
 from transport.errors import Broken, Closed, ProtocolError, TooLarge, TransportError
@@ -61,7 +61,8 @@ class ShmOutlet(Outlet):
         self._on_gone = on_gone
         self._windows = Windows(options, counters)
         self._waits = 0  # sends that wait for credit
-        self._lent: dict[int, tuple[Window, int, Loan | None]] = {}  # by number: window, bytes, slot (None: inline)
+        # By number: window, bytes, slot (None: inline), and arrays that own device memory which the consumer may read.
+        self._lent: dict[int, tuple[Window, int, Loan | None, Sequence[np.ndarray]]] = {}
         self._next_number = 0
         self._known_files = {ARENA_FILE}  # what the consumer has been given
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -85,9 +86,9 @@ class ShmOutlet(Outlet):
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
             if nbytes <= self.inline_bytes:
                 window.check()
-                self.post(header, window, nbytes, pack(specs, arrays, nbytes), None)
+                self.post(header, arrays, window, nbytes, pack(specs, arrays, nbytes), None)
             else:
-                self.post(header, window, nbytes, b"", await self.seal(header, arrays, nbytes, (self,), (window,)))
+                self.post(header, arrays, window, nbytes, b"", await self.seal(header, arrays, nbytes, (self,), (window,)))
         except BaseException:
             self.give_up(window, nbytes)
             raise
@@ -171,7 +172,9 @@ class ShmOutlet(Outlet):
         loan.ring.seal(loan, outlets, nbytes)
         return loan
 
-    def post(self, header: ChunkHeader, window: Window, nbytes: int, inline: bytes, loan: Loan | None) -> None:
+    def post(
+        self, header: ChunkHeader, arrays: Sequence[np.ndarray], window: Window, nbytes: int, inline: bytes, loan: Loan | None
+    ) -> None:
         """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails."""
         number = self._next_number
         if loan is None:
@@ -188,7 +191,7 @@ class ShmOutlet(Outlet):
                 ring.release(loan.slot, self)
                 self._arena.released()
                 raise
-        self._lent[number] = (window, nbytes, loan)
+        self._lent[number] = (window, nbytes, loan, tuple(arrays) if on_device(header.tensors) else ())
         self._next_number = number + 1
         self._counters.chunks_sent += 1
         self._counters.bytes_sent += nbytes
@@ -246,7 +249,7 @@ class ShmOutlet(Outlet):
             if lent is None:
                 self._on_end(f"it released chunk {number}, which it does not have")
                 return
-            window, nbytes, loan = lent
+            window, nbytes, loan, _ = lent
             if loan is not None:
                 loan.ring.release(loan.slot, self)
             window.give_back(nbytes)
@@ -314,7 +317,7 @@ async def _send_shared(outlets: Sequence[ShmOutlet], header: ChunkHeader, arrays
     failure: TransportError | None = None
     for outlet, window in zip(outlets, windows, strict=True):
         try:
-            outlet.post(header, window, nbytes, inline, loan)
+            outlet.post(header, arrays, window, nbytes, inline, loan)
         except TransportError as error:
             outlet.give_up(window, nbytes)
             failure = failure or error
