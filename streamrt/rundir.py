@@ -67,6 +67,7 @@ class RunDir:
                 f'pipeline "{name}" is up already{pid}', hint=f"streamrt down {name}, or give this one another [pipeline] name"
             )
         shutil.rmtree(path, ignore_errors=True)  # what a killed run of this name left
+        _sweep(root)
         path.mkdir(mode=0o700)
         return cls(name, path, lock_fd=lock_fd)
 
@@ -137,6 +138,14 @@ def log_dir(name: str) -> Path:
 
 def new_token() -> str:
     return secrets.token_hex(16)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed runs have left: a run that lives holds its lock."""
+    for lock in root.glob("*.lock"):
+        lock_fd = _take_lock(lock)
+        if lock_fd >= 0:
+            RunDir(lock.stem, root / lock.stem, lock_fd=lock_fd).remove()
 
 
 def _take_lock(path: Path) -> int:

@@ -62,7 +62,9 @@ def test_a_name_is_held_by_one(root: Path) -> None:
     started("echo").remove()
 
 
-def test_what_a_killed_run_left_is_no_run_and_is_taken_over(root: Path) -> None:
+@pytest.mark.parametrize("next_name", ["echo", "another"])
+def test_what_a_killed_run_left_is_no_run_and_goes_when_another_begins(root: Path, next_name: str) -> None:
+    living = started("living")
     code = (
         "import os, signal\nfrom streamrt.rundir import *\n"
         "run = RunDir.create('echo')\n"
@@ -71,10 +73,12 @@ def test_what_a_killed_run_left_is_no_run_and_is_taken_over(root: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert (root / "echo" / "x.sock").exists()
-    assert list_runs() == []
-    run = started("echo")
-    assert not (run.path / "x.sock").exists()
+    assert [run.name for run in list_runs()] == ["living"]
+    run = started(next_name)
+    assert not (root / "echo" / "x.sock").exists()
+    assert {path.name for path in root.iterdir()} == {"living", "living.lock", next_name, f"{next_name}.lock"}
     run.remove()
+    living.remove()
 
 
 def test_a_process_that_has_taken_over_the_pid_is_not_the_run() -> None:
