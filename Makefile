@@ -44,7 +44,7 @@ install: .venv/.installed
 	@$(PYTHON) -m venv .venv
 	@# torch by its exact version first: anything that only asks for "torch" would take a CUDA build.
 	@$(BIN)/pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' constraints.txt)
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[torch,voice,media,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[torch,voice,media,diffusion,speedups,dev]'
 	@touch $@
 
 weights: install
