@@ -69,7 +69,7 @@ class CausalLM(EngineStage):
         from stages.ar.text_engine import TextEngine
 
         runner = Runner(model)
-        core = Engine(runner, **sizes(args, runner), caches=args.prefix_cache)
+        core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
         context.progress("warming up")
@@ -107,7 +107,7 @@ class CausalLM(EngineStage):
         }
 
 
-def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, int]:
+def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
     """How much memory the engine has, in its words.
 
     Raises:

@@ -123,6 +123,7 @@ class Engine:
     ) -> None:
         """
         Args:
+            runner: with no store yet.
             blocks: of memory, of `block_size` tokens each; one of them is for what has no place.
             max_tokens, max_sequences, max_context, max_waiting: see Scheduler.
             caches: prompts that begin alike are computed once.
@@ -153,6 +154,7 @@ class Engine:
 
         Args:
             tokens: the prompt; any id where an embedding or a content stands.
+            sampling, grammar: the sampler's.
             embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
                 is found again.
             contents: what the tokens of a span stand for.
