@@ -1,6 +1,6 @@
 """`ar.causal_lm`: a conversation in, the reply's text out, by any causal language model of transformers.
 
-The stage knows its arguments and what to load; the rest is `engine.py`'s. Imports no torch before `load`.
+The stage knows its arguments, what to load and how much memory to ask for; the rest is `text_engine.py`'s and `engine.py`'s. Imports no torch before `load`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str  # weights:NAME, a folder with safetensors, a GGUF file, a hub id in the local cache, random:config.json
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"  # auto: bfloat16 where there is hardware for it, else float32
-    attn: Literal["sdpa", "eager"] = "sdpa"
     max_tokens: Annotated[int, Meta(ge=1)] = 256  # of a reply: the default and the most
     max_context: Annotated[int, Meta(ge=16)] | None = None  # tokens of prompt and reply; the model's own limit, at most 8192, when left out
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0  # of requests that name none; 0 is greedy. So are the next three
@@ -64,7 +63,6 @@ class CausalLM(EngineStage):
             dtype=args.dtype,
             device=context.device,
             threads=context.threads,
-            attention=args.attn,
             progress=context.progress,
         )
         # 2. the engine around it
