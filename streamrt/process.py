@@ -291,6 +291,8 @@ def _snapshot(actor: Actor, connectors: dict[str, Connector], metrics: Metrics, 
     metrics.set("streamrt_credit_waits_total", *labels, value=sum(s.credit_waits for s in stats))
     metrics.set("streamrt_credit_wait_seconds_total", *labels, value=sum(s.credit_wait_ns for s in stats) / 1e9)
     metrics.set("streamrt_stale_chunks_total", *labels, value=sum(s.dropped_stale for s in stats))
+    metrics.set("streamrt_hung_peers_total", *labels, value=sum(s.peers_hung for s in stats))
+    metrics.set("streamrt_quarantined_bytes", *labels, value=sum(s.bytes_quarantined for s in stats))
     return metrics.snapshot()
 
 

@@ -68,7 +68,7 @@ async def connectors(tmp_path: Path) -> AsyncIterator[Callable[..., Connector]]:
     """`make(scheme, name, **options)`; all are closed at the end."""
     made: list[Connector] = []
 
-    def make(scheme: str, name: str, **options: int) -> Connector:
+    def make(scheme: str, name: str, **options: float) -> Connector:
         connector = make_connector(scheme, name, tmp_path, ConnectorOptions(**{"arena_bytes": 8 * 2**20, **options}), token="t")
         made.append(connector)
         return connector
