@@ -72,7 +72,7 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         welcome = await member.join("stage")
         config = member.pipeline
         deploy = config.deployed(stage_name)
-        lane = await LaneServer.bind(f"ipc://{run.socket(f'work-{member.name}-{member.incarnation[:6]}')}", ToReplica, life.on_work)
+        lane = await LaneServer.bind(f"ipc://{run.work_socket(member.name, member.incarnation)}", ToReplica, life.on_work)
         life.push(lane.close)
         connectors: dict[str, Connector] = {}
         endpoints: dict[str, str] = {}

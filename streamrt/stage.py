@@ -121,6 +121,7 @@ class Stage:
 
     takes: ClassVar[set[str]] = set()  # modalities of the input chunks; empty = any
     gives: ClassVar[Mapping[str, str]] = {}  # output port -> modality; the first is the default port
+    device_ports: ClassVar[frozenset[str]] = frozenset()  # output ports whose tensors stay in device memory: for stages on that GPU alone
     tasks: ClassVar[tuple[str, ...]] = ()  # tasks that enter here
     Args: ClassVar[type[msgspec.Struct]] = NoArgs  # what [stage.args] may hold; strict
     load_s: ClassVar[float] = 1.0  # about how long `load` takes on one core; what takes longest is started first

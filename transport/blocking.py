@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from transport import channel, memfile
-from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Ping, Pong, Refused, Release, Welcome, encode
+from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Refused, Release, Welcome, encode
 from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats
 from transport.credit import Windows
@@ -272,9 +272,9 @@ class BlockingInbound(_End):
                 self._map(message.file, message.classes, fd)
             elif isinstance(message, FileGone):
                 self._areas.pop(message.file, None)
-            elif isinstance(message, Ping):
+            elif isinstance(message, channel.Ping):
                 with contextlib.suppress(Broken):  # said by the next read
-                    self._post(encode(Pong()))
+                    self._post(encode(channel.Pong()))
 
     def close(self) -> None:
         super().close()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from transport import channel, memfile
 from transport.arena import ARENA_FILE
-from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Ping, Pong, Refused, Release, Welcome
+from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome
 from transport.connector import ConnectorStats, Lease
 from transport.errors import Broken, Closed, ProtocolError
 from transport.layout import Layout
@@ -196,9 +196,9 @@ class Inbound:
                 self._hurry = True
                 if self._settled:
                     self._flush()
-            case Ping():
+            case channel.Ping():
                 with contextlib.suppress(Broken):  # it did not wait for the answer
-                    self._lane.post(channel.encode(Pong()))
+                    self._lane.post(channel.encode(channel.Pong()))
 
     def _map(self, number: int, classes: tuple[tuple[int, int], ...], fd: int) -> None:
         if fd < 0 or number in self._areas:

@@ -23,7 +23,7 @@ import numpy as np
 
 from transport import channel
 from transport.arena import ARENA_FILE, Arena
-from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Ping, Pong, Refused, Release, Welcome, encode
+from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome, encode
 from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats, Outlet
 from transport.credit import Windows
@@ -253,7 +253,7 @@ class ShmOutlet(Outlet):
 
     def _ask(self) -> None:
         with contextlib.suppress(Broken):  # end-of-file says so
-            self._lane.post(encode(Ping()))
+            self._lane.post(encode(channel.Ping()))
 
     def _on_hung(self) -> None:
         peer = self.peer or self.endpoint
@@ -272,7 +272,7 @@ class ShmOutlet(Outlet):
 
     # ---- hearing
 
-    def _on_message(self, message: Welcome | Release | Refused | Pong, fd: int) -> None:
+    def _on_message(self, message: Welcome | Release | Refused | channel.Pong, fd: int) -> None:
         self._watch.heard = True
         match message:
             case Release():
