@@ -21,6 +21,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from transport.deferred import Deferred
+
 Modality = Literal["text", "tokens", "audio", "codes", "hidden", "image", "video", "latents", "kv", "action", "event"]
 MODALITIES: tuple[str, ...] = Modality.__args__  # type: ignore[attr-defined]
 
@@ -171,7 +173,8 @@ def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], li
     arrays: list[np.ndarray] = []
     offset = 0
     for name, array in tensors.items():
-        array = np.asarray(array, order="C")  # keeps 0-d as it is
+        if not isinstance(array, Deferred):
+            array = np.asarray(array, order="C")  # keeps 0-d as it is
         nbytes = array.nbytes
         specs.append(TensorSpec(name, _dtype_name(name, array.dtype), array.shape, offset, nbytes))
         arrays.append(array)

@@ -27,6 +27,7 @@ from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, 
 from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats, Outlet
 from transport.credit import Windows
+from transport.deferred import any_deferred
 from transport.errors import Broken, Closed, ProtocolError, TooLarge, TransportError
 from transport.payload import fill, pack, payload_bytes
 from transport.ring import Loan
@@ -172,7 +173,7 @@ class ShmOutlet(Outlet):
         loan = arena.try_loan(nbytes, header.request_id) or await self._loan(header.request_id, nbytes, windows)
         copied: asyncio.Future[None] | None = None
         try:
-            if nbytes < THREAD_COPY_BYTES:
+            if nbytes < THREAD_COPY_BYTES and not any_deferred(arrays):
                 fill(loan.payload, header.tensors, arrays)
             else:
                 copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)

@@ -4,7 +4,7 @@ hold     opens, prints its endpoint, keeps every chunk unreleased; when its prod
          each still holds its seq (modulo 251) in every byte, and lets go of them
 echo     opens, prints its endpoint, sends each chunk back to ENDPOINT
 produce  sends 4 chunks of 100,000 bytes (each filled with its seq) to ENDPOINT, prints "sent"
-flood    the same without end; gives a consumer up that says nothing for 0.4 s
+flood    the same without end; gives a consumer up that says nothing for 0.2 s
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transport.schemes import make_connector
 
 
 async def main(role: str, scheme: str, directory: str, endpoint: str = "") -> None:
-    options = ConnectorOptions(arena_bytes=8 * 2**20, hang_timeout_s=0.4)
+    options = ConnectorOptions(arena_bytes=8 * 2**20, hang_timeout_s=0.2)
     connector = make_connector(scheme, f"peer-{role}", Path(directory), options, token="t")
     leases: asyncio.Queue[Lease] = asyncio.Queue()
     held: list[Lease] = []

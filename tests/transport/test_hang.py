@@ -15,7 +15,7 @@ from tests.transport.conftest import Inbox, PeerProcess, chunk, settle
 from transport.connector import Connector, Outlet
 from transport.errors import Broken
 
-HANG_S = 0.4
+HANG_S = 0.2
 SIZE = 100_000
 
 pytestmark = pytest.mark.timeout(30)
@@ -27,7 +27,7 @@ async def flood(outlet: Outlet, request_id: str = "r") -> None:
         await outlet.send(*chunk(request_id, seq, np.full(SIZE, seq % 251, np.uint8)))
 
 
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL], ids=["wakes", "dies"])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGCONT, id="wakes"), pytest.param(signal.SIGKILL, id="dies", marks=pytest.mark.slow)])
 async def test_what_a_stopped_consumer_may_read_is_not_used_before_it_has_let_go(
     connectors: Callable[..., Connector], inbox: Inbox, peer_process: Callable[..., PeerProcess], tmp_path: Path, end: signal.Signals
 ) -> None:
@@ -65,6 +65,7 @@ async def test_what_a_stopped_consumer_may_read_is_not_used_before_it_has_let_go
         assert await peer.line() == "1 chunks, whole"
 
 
+@pytest.mark.slow
 async def test_chunks_that_a_stopped_consumer_was_not_told_of_are_dropped_and_come_back(
     connectors: Callable[..., Connector], peer_process: Callable[..., PeerProcess], tmp_path: Path
 ) -> None:
@@ -73,21 +74,21 @@ async def test_chunks_that_a_stopped_consumer_was_not_told_of_are_dropped_and_co
     peer = peer_process("hold", "shm", str(tmp_path))
     outlet = await producer.dial(await peer.line())
     peer.signal(signal.SIGSTOP)
-    header, arrays = chunk("r", 0, np.zeros(30_000, np.uint8))
+    big = np.zeros(30_000, np.uint8)
     for i in range(3_000):  # in line, so none of these waits
-        await outlet.send(chunk(f"small-{i}", 0, np.zeros(4_000, np.uint8))[0], [np.zeros(4_000, np.uint8)])
+        await outlet.send(*chunk(f"small-{i}", 0, np.zeros(4_000, np.uint8)))
     for seq in range(4):
-        await outlet.send(*chunk("r", seq, arrays[0]))
+        await outlet.send(*chunk("r", seq, big))
     with pytest.raises(Broken, match="hangs"):
-        await outlet.send(*chunk("r", 4, arrays[0]))
+        await outlet.send(*chunk("r", 4, big))
     assert producer.stats().slots_in_use == 4
     peer.signal(signal.SIGCONT)
     told = int((await peer.line()).split()[0])
-    assert 0 < told < 3_000
+    assert 0 < told < 3_004
     await settle(lambda: producer.stats().slots_in_use == 0)
-    assert header.seq == 0
 
 
+@pytest.mark.slow
 async def test_a_consumer_that_is_slow_is_not_given_up(
     connectors: Callable[..., Connector], peer_process: Callable[..., PeerProcess], tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ async def test_a_consumer_that_is_slow_is_not_given_up(
     assert producer.stats().peers_hung == 0
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_with_the_slots_of_others_is_given_up_for_them(
     connectors: Callable[..., Connector], inbox: Inbox, peer_process: Callable[..., PeerProcess], tmp_path: Path
 ) -> None:
@@ -107,7 +109,7 @@ async def test_one_that_hangs_with_the_slots_of_others_is_given_up_for_them(
     peer = peer_process("hold", "shm", str(tmp_path))
     outlet = await producer.dial(await peer.line())
     to_other = await producer.dial(await inbox.open(other))
-    for seq in range(5):
+    for seq in range(4):  # as many as one request may hold of so small an arena
         await outlet.send(*chunk("r", seq, np.full(60_000, seq, np.uint8)))
     peer.signal(signal.SIGSTOP)
     waiting = asyncio.create_task(flood_small(to_other))
@@ -116,7 +118,7 @@ async def test_one_that_hangs_with_the_slots_of_others_is_given_up_for_them(
     while not inbox.leases.empty():
         await inbox.take()
     peer.signal(signal.SIGCONT)
-    assert await peer.line() == "5 chunks, whole"
+    assert await peer.line() == "4 chunks, whole"
     waiting.cancel()
 
 
@@ -125,6 +127,7 @@ async def flood_small(outlet: Outlet) -> None:
         await outlet.send(*chunk("other", seq, np.zeros(60_000, np.uint8)))
 
 
+@pytest.mark.slow
 async def test_a_dial_to_a_stopped_process_ends(
     connectors: Callable[..., Connector], peer_process: Callable[..., PeerProcess], tmp_path: Path
 ) -> None:
@@ -138,13 +141,14 @@ async def test_a_dial_to_a_stopped_process_ends(
     await producer.dial(endpoint)
 
 
+@pytest.mark.slow
 async def test_a_producer_that_was_stopped_itself_gives_nobody_up(
     connectors: Callable[..., Connector], inbox: Inbox, peer_process: Callable[..., PeerProcess], tmp_path: Path
 ) -> None:
     consumer = connectors("shm", "consumer")
     peer = peer_process("flood", "shm", str(tmp_path), await inbox.open(consumer))
     async with asyncio.timeout(10):
-        held = [await inbox.leases.get() for _ in range(32)]  # all its credit: it waits
+        held = [await inbox.leases.get() for _ in range(4)]
     for _ in range(3):
         peer.signal(signal.SIGSTOP)
         await asyncio.sleep(2 * HANG_S)
@@ -153,7 +157,7 @@ async def test_a_producer_that_was_stopped_itself_gives_nobody_up(
     for lease in held:
         lease.release()
     async with asyncio.timeout(10):
-        for seq in range(32, 200):
+        for seq in range(4, 200):
             header, (array,) = await inbox.take()
             assert (header.seq, array.min(), array.max()) == (seq, seq % 251, seq % 251)
     assert inbox.lost.empty()
