@@ -34,7 +34,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True):
     window_chunks: int = 32  # unreleased chunks of one request on one edge
     window_bytes: int = 32 * 2**20  # unreleased bytes of one request on one edge
     max_chunk_bytes: int = 256 * 2**20  # one chunk; larger is TooLarge
-    inline_bytes: int = 4096  # payloads up to this ride inside the descriptor
+    inline_bytes: int = 16 * 2**10  # payloads up to this ride inside the descriptor: below it a slot costs more than the copies
     hang_timeout_s: float = 10.0  # a consumer for which a send waits and that says nothing for so long hangs, and is given up
 
 
