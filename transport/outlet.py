@@ -88,7 +88,7 @@ class ShmOutlet(Outlet):
     @property
     def bytes_quarantined(self) -> int:
         """What a consumer that hangs may still read."""
-        return sum(nbytes for _, nbytes, _, _ in self._lent.values()) if self._hangs else 0
+        return sum(nbytes for _, nbytes, loan, _ in self._lent.values() if loan is not None) if self._hangs else 0
 
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
         specs = header.tensors
