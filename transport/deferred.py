@@ -29,7 +29,7 @@ class Deferred(np.ndarray):
         self.write(target)
         return target.tobytes(order)
 
-    def copy(self, order: Any = "C") -> np.ndarray:
+    def copy(self, order: Any = "C") -> np.ndarray:  # type: ignore[override] # there is nothing of this class to be had
         target = np.empty(self.shape, self.dtype)
         self.write(target)
         return target
