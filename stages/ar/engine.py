@@ -3,7 +3,7 @@
     text -> prompt tokens -> [cached beginning] -> prefill, some tokens a step -> one token a step -> text
 
 Knows sequences and when each gets its turn. The model, prompts, sampling and text are told apart in `Runner`, `Prompter`,
-`Sampler` and `Detokenizer`; threads and queues are the host's.
+`Row` and `Detokenizer`; threads and queues are the host's.
 
 Rules
 - A step is one forward pass of at most `prefill_tokens` tokens, so a cancel never waits longer than that.
@@ -25,7 +25,7 @@ from stages.ar.cache import PrefixStore, begin_with, new_cache
 from stages.ar.detokenizer import Detokenizer
 from stages.ar.params import Generation, with_instructions
 from stages.ar.prompt import Prompter
-from stages.ar.sampler import Sampler
+from stages.ar.sampler import Row, sample
 from streamrt import BadRequest, Chunk, Output, Request, TooLong, text_chunk
 
 
@@ -74,7 +74,7 @@ class Sequence:
         self.computed = 0
         self.cached = 0  # of these, not computed by this request
         self.cache: Cache | None = None
-        self.sampler: Sampler
+        self.row: Row
         self.detokenizer: Detokenizer
 
     @property
@@ -180,7 +180,7 @@ class CausalEngine:
         if sequence.computed < len(sequence.tokens):
             return []
         # 3. one token
-        token = sequence.sampler(logits)
+        token = sample(logits.unsqueeze(0), [sequence.row])[0].token
         sequence.tokens.append(token)
         if len(tokens) == 1:
             self._measure(time.perf_counter() - began)
@@ -194,7 +194,7 @@ class CausalEngine:
             messages, room, tools=generation.tools, may_truncate=generation.may_truncate
         )
         sequence.tokens, sequence.prompt_tokens = tokens, len(tokens)
-        sequence.sampler = Sampler(generation.sampling, tokens, self.runner.device)
+        sequence.row = Row(generation.sampling, tokens)
         sequence.detokenizer = Detokenizer(self._decode, generation.stop)
 
     def _say(self, sequence: Sequence, token: int) -> list[Output]:

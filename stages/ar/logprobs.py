@@ -1,0 +1,68 @@
+"""Sampled tokens as what a client is told of them: text, bytes, log probability, and the tokens that were likely, too.
+
+Knows the tokenizers of transformers and how they write bytes. Knows nothing of torch or of HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stages.ar.sampler import Sampled
+
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that no token covers
+
+
+def logprob_entries(tokenizer: Any, sampled: Iterable[Sampled]) -> list[dict[str, Any]]:
+    """One entry a token that was asked for its log probability.
+
+    Returns: {"token": text, "id": int, "logprob": float, "bytes": [int], "top": [{"token", "id", "logprob", "bytes"}]}; the text of a
+        token that is part of a character has U+FFFD for it, its bytes do not.
+    """
+    texts = _Texts(tokenizer)
+    return [
+        {**texts.entry(one.token, one.logprob), "top": [texts.entry(token, logprob) for token, logprob in one.top]}
+        for one in sampled
+        if one.logprob is not None
+    ]
+
+
+def token_bytes(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
+    """The bytes that each token stands for."""
+    texts = _Texts(tokenizer)
+    return [texts.bytes_of(token) for token in tokens]
+
+
+class _Texts:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        self._is_byte_level = b'"ByteLevel"' in tokenizer.backend_tokenizer.decoder.__getstate__()
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.bytes_of(token)
+        return {"token": data.decode(errors="replace"), "id": token, "logprob": logprob, "bytes": list(data)}
+
+    def bytes_of(self, token: int) -> bytes:
+        if token in self._added:
+            return str(self._added[token].content).encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # the model's vocabulary is larger than the tokenizer's
+            return b""
+        if self._is_byte_level:
+            return bytes(BYTES[letter] for letter in piece)
+        if byte := BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        return str(piece).replace("▁", " ").encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one letter: printable ones as themselves, the others as those from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTES = _byte_letters()
