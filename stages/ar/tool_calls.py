@@ -19,7 +19,9 @@ import json
 import re
 from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from streamrt import Chunk, text_chunk
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # A call's beginning, up to its arguments. Other orders and forms are read when the call is whole.
@@ -37,6 +39,14 @@ class Call(NamedTuple):
 
 
 Piece = str | Call  # text, or part of a call
+
+
+def piece_chunk(piece: Piece, **meta: Any) -> Chunk:
+    """A piece as a `text` chunk; a part of a call is in its metadata, under "tool_call"."""
+    if isinstance(piece, str):
+        return text_chunk(piece, **meta)
+    call = {"index": piece.index, "arguments": piece.arguments}
+    return text_chunk("", tool_call=call | ({"name": piece.name} if piece.name else {}), **meta)
 
 
 class _At(Enum):
