@@ -76,7 +76,7 @@ class Generation(msgspec.Struct, frozen=True):
     ignore_eos: bool = False  # the model's own end tokens do not end the reply
     logprobs: int | None = None  # how many of the likeliest tokens to tell beside each token; None: tell nothing
     grammar: Grammar | None = None  # what the reply must be
-    priority: int = 0  # higher goes first
+    priority: int = 0  # lower runs sooner
 
     @property
     def has_tool_calls(self) -> bool:

@@ -45,6 +45,11 @@ class Grammar(Protocol):
 
     def push(self, token: int) -> None: ...
 
+    @property
+    def error(self) -> str:
+        """Why it can not go on, "" while it can."""
+        ...
+
 
 class Row:
     """One sequence, as sampling knows it. Made when its prompt is known, survives preemption, changed by `sample` only."""
@@ -97,6 +102,11 @@ class Row:
     def counts(self) -> _Counts:
         assert self._counts is not None
         return self._counts
+
+    @property
+    def error(self) -> str:
+        """Why it can not go on, "" while it can: its grammar has failed."""
+        return self.grammar.error if self.grammar is not None else ""
 
     def draw(self) -> float:
         """Its next random number, in [0, 1)."""

@@ -26,6 +26,8 @@ NEVER = -math.inf
 class Only:
     """A grammar that allows the same tokens always."""
 
+    error = ""
+
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
 
