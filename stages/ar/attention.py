@@ -79,7 +79,7 @@ def paged_attention(
     if softcap is not None or s_aux is not None:
         raise ValueError("paged attention has neither soft caps nor sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = BACKENDS[query.device.type](query[0].transpose(0, 1), step, module.layer_idx, scale, sliding_window)  # type: ignore[arg-type]
+    out = BACKENDS[query.device.type](query[0].transpose(0, 1), step, module.layer_idx, scale, sliding_window)
     return out[None], None
 
 

@@ -70,7 +70,7 @@ class CausalLM(EngineStage):
         from stages.ar.text_engine import TextEngine
 
         runner = Runner(model)
-        core = Engine(runner, **sizes(args, runner), caches=args.prefix_cache)
+        core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         self._grammars, self._vocabulary = engine.grammars, engine.vocabulary
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
@@ -115,7 +115,7 @@ class CausalLM(EngineStage):
         }
 
 
-def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, int]:
+def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
     """How much memory the engine has, in its words.
 
     Raises:

@@ -122,6 +122,7 @@ class Engine:
     ) -> None:
         """
         Args:
+            runner: with no store yet.
             blocks: of memory, of `block_size` tokens each; one of them is for what has no place.
             max_tokens, max_sequences, max_context, max_waiting: see Scheduler.
             caches: prompts that begin alike are computed once.

@@ -39,7 +39,8 @@ class _Texts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = tokenizer.added_tokens_decoder
-        self._is_byte_level = b'"ByteLevel"' in tokenizer.backend_tokenizer.decoder.__getstate__()
+        decoder = tokenizer.backend_tokenizer.decoder  # None: pieces are text
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.bytes_of(token)

@@ -128,20 +128,27 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
         logits: (len(rows), vocabulary), of any float dtype; not changed.
     """
     told = _logprobs_of(logits, rows)
-    shaped = [n for n, row in enumerate(rows) if not row.is_plain]
-    if len(shaped) == len(rows):
-        chosen = _choose(logits.to(torch.float32, copy=True), rows)
-    else:
-        chosen = logits.argmax(-1)
-        if shaped:
-            index = torch.tensor(shaped, device=logits.device)
-            chosen[index] = _choose(logits[index].float(), [rows[n] for n in shaped])
-    tokens: list[int] = chosen.tolist()
+    tokens: list[int] = choose(logits, rows).tolist()
     for row, token in zip(rows, tokens, strict=True):
         row.push(token)
     if told is None:
         return [Sampled(token) for token in tokens]
     return [told.sampled(n, row, token) for n, (row, token) in enumerate(zip(rows, tokens, strict=True))]
+
+
+def choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """`sample` without its end: (rows,) tokens, on the logits' device and pushed to no row.
+
+    For loops that want no token on the CPU, of rows without grammar, penalties and `min_tokens`.
+    """
+    shaped = [n for n, row in enumerate(rows) if not row.is_plain]
+    if len(shaped) == len(rows):
+        return _choose(logits.to(torch.float32, copy=True), rows)
+    tokens = logits.argmax(-1)
+    if shaped:
+        index = torch.tensor(shaped, device=logits.device)
+        tokens[index] = _choose(logits[index].float(), [rows[n] for n in shaped])
+    return tokens
 
 
 def _choose(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
