@@ -137,9 +137,7 @@ async def chunk_events(
     ending, pieces, begun = Ending(), Base64Pieces(), False
     encoder: media.Encoder | None = None
 
-    def event(
-        delta: dict[str, Any], finish_reason: str | None = None, *, index: int = 0, logprobs: dict[str, Any] | None = None
-    ) -> bytes:
+    def event(delta: dict[str, Any], finish_reason: str | None = None, *, index: int = 0, logprobs: dict[str, Any] | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return sse.data({**head, "object": "chat.completion.chunk", "choices": [choice], **({"usage": None} if has_usage else {})})
 

@@ -157,7 +157,12 @@ class Engine:
 
         Args:
             tokens: the prompt; any id where an embedding or a content stands.
-            sampling, grammar, logprobs, min_tokens, ends, suppressed: see `sampler.Row`.
+            sampling: see `sampler.Row`, and so the next five.
+            grammar: what may follow.
+            logprobs: how many to tell.
+            min_tokens: before one of `ends`.
+            ends: end tokens.
+            suppressed: never chosen.
             embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
                 is found again.
             contents: what the tokens of a span stand for.
@@ -169,9 +174,7 @@ class Engine:
             inputs.put(position, rows)
             if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
                 keys.stop_at(position)
-        sampler = Row(
-            sampling, tokens, grammar=grammar, logprobs=logprobs, min_tokens=min_tokens, ends=ends, suppressed=suppressed
-        )
+        sampler = Row(sampling, tokens, grammar=grammar, logprobs=logprobs, min_tokens=min_tokens, ends=ends, suppressed=suppressed)
         return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, **fields)
 
     def add(self, job: Job) -> None:

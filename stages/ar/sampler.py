@@ -122,11 +122,7 @@ class Row:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
-    """The next token of each row, which is pushed to it.
-
-    Args:
-        logits: (len(rows), vocabulary), of any float dtype; not changed.
-    """
+    """The next token of each row, which is pushed to it. `logits`: (len(rows), vocabulary), of any float dtype; not changed."""
     told = _logprobs_of(logits, rows)
     tokens: list[int] = choose(logits, rows).tolist()
     for row, token in zip(rows, tokens, strict=True):

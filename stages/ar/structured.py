@@ -46,6 +46,7 @@ def answer_grammar(schemas: Mapping[str, str], *, many: bool, or_json: str | Non
         schemas: the tools' names, and the JSON schemas of their arguments.
         many: whether more than one call may be made.
         or_json: a schema that the reply may follow in place of making calls.
+        param: the parameter that asks for it.
     """
     lines = [
         "start: calls" + (" | answer" if or_json is not None else ""),
@@ -69,6 +70,7 @@ class Grammars:
             tokenizer: one of transformers' fast tokenizers.
             vocabulary: the width of the logits.
             ends: the model's end tokens: what may follow a reply that is whole.
+            max_kept: compiled grammars that are kept.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary

@@ -101,7 +101,8 @@ def test_a_prompt_is_text_or_token_ids_or_a_list_of_them(prompt, expected):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "param"), [(b"[[]]", "prompt[0]"), (b"[[1, -1]]", "prompt[0]"), (b'["a", 1.5]', "prompt[1]"), (b"[[1]" + b", [1]" * 64 + b"]", "prompt")]
+    ("prompt", "param"),
+    [(b"[[]]", "prompt[0]"), (b"[[1, -1]]", "prompt[0]"), (b'["a", 1.5]', "prompt[1]"), (b"[[1]" + b", [1]" * 64 + b"]", "prompt")],
 )
 def test_a_prompt_that_is_neither_is_named(prompt, param):
     with pytest.raises(BadRequest) as caught:

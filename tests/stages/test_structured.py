@@ -125,7 +125,9 @@ def test_white_space_is_allowed_where_models_put_it_and_bounded(grammars: Gramma
     assert not fits("{\n\n}")
 
 
-@pytest.mark.parametrize(("params", "pattern"), [({"regex": "[ab]{2,4}-[0-9]{3}"}, "[ab]{2,4}-[0-9]{3}"), ({"grammar": 'start: "yes" | "no"'}, "yes|no")])
+@pytest.mark.parametrize(
+    ("params", "pattern"), [({"regex": "[ab]{2,4}-[0-9]{3}"}, "[ab]{2,4}-[0-9]{3}"), ({"grammar": 'start: "yes" | "no"'}, "yes|no")]
+)
 def test_a_regex_and_a_grammar_are_kept(grammars: Grammars, tokens: Any, params: dict[str, Any], pattern: str) -> None:
     for seed in range(3):
         assert re.fullmatch(pattern, said(grammars, tokens, grammar_of(**params), seed=seed))
