@@ -161,7 +161,9 @@ def test_three_dimensional_positions_go_on_after_the_prompt(checkpoint: Any) -> 
     cases = []
     for n in range(4):
         before, rows, columns, after = 3 + n, 2, 3, 9
-        grid = torch.stack(torch.meshgrid(torch.zeros(1).long(), torch.arange(rows), torch.arange(columns), indexing="ij")).flatten(1) + before
+        grid = (
+            torch.stack(torch.meshgrid(torch.zeros(1).long(), torch.arange(rows), torch.arange(columns), indexing="ij")).flatten(1) + before
+        )
         edge = int(grid.max()) + 1
         positions = torch.cat([torch.arange(before).expand(3, -1), grid, (torch.arange(after) + edge).expand(3, -1)], 1)
         prompt = [dice.randrange(20, 140) for _ in range(positions.shape[1])]
