@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from gateway import media, models, schema, sse, streaming
-from gateway.choices import Ending, Message, call_delta, chat_logprobs, index_of
+from gateway.choices import Ending, Message, call_delta, chat_logprobs, ends_choice, index_of
 from gateway.limits import read_body
 from gateway.media import Base64Pieces, MediaPool
 from gateway.schema import ChatBody, ChatMessage, ContentPart, TextBody
@@ -111,7 +111,7 @@ async def completion(call: Call, head: dict[str, Any], audio_format: str, pool: 
                 if encoder is None:
                     encoder = await pool.run(media.encoder, audio_format, chunk.sample_rate_hz, True)
                 pieces.append(await pool.run(encoder.encode, chunk.samples))
-    choices = [
+    choices: list[dict[str, Any]] = [
         {
             "index": index,
             "message": message.as_dict(),
@@ -134,7 +134,7 @@ async def chunk_events(
 ) -> AsyncGenerator[bytes, None]:
     """The answer as `chat.completion.chunk` events and [DONE]. Nothing comes before the stage's first chunk, so that an error
     that precedes it has a status of its own."""
-    ending, pieces, begun = Ending(), Base64Pieces(), False
+    ending, pieces, begun, open_choices = Ending(), Base64Pieces(), False, set(range(n))
     encoder: media.Encoder | None = None
 
     def event(delta: dict[str, Any], finish_reason: str | None = None, *, index: int = 0, logprobs: dict[str, Any] | None = None) -> bytes:
@@ -163,6 +163,9 @@ async def chunk_events(
                 entries = chunk.meta.get("logprobs")
                 if delta or entries:
                     yield event(delta, index=index_of(chunk), logprobs=chat_logprobs(entries) if entries else None)
+                if ends_choice(chunk):
+                    open_choices.discard(index_of(chunk))
+                    yield event({}, ending.finish_reason(index_of(chunk)), index=index_of(chunk))
             elif chunk.modality == "audio" and audio_format and len(chunk.samples):
                 if encoder is None:
                     encoder = await pool.run(media.encoder, audio_format, chunk.sample_rate_hz)
@@ -177,7 +180,7 @@ async def chunk_events(
             yield event({"audio": {"data": data}})
     if audio_format:
         yield event({"audio": {"expires_at": head["created"]}})
-    for index in range(n):
+    for index in sorted(open_choices):
         yield event({}, ending.finish_reason(index), index=index)
     if has_usage:
         yield sse.data({**head, "object": "chat.completion.chunk", "choices": [], "usage": ending.usage})

@@ -1,10 +1,10 @@
 """Chunks of the `respond` task as OpenAI's choices: which one, its text, its calls, its log probabilities, its end. Pure.
 
 A stage says in the metadata of its chunks (all optional):
-    text chunk   "choice": int, when more than one was asked for
+    text chunk   "choice": int, when more than one was asked for; the choice's last chunk has its "finish_reason"
                  "tool_call": {"index": int, "name": str, "arguments": str}: the first part of a call has its name
                  "logprobs": [{"token", "id", "logprob", "bytes", "top": [the same]}] of the tokens sampled since the last such chunk
-    last chunk   "finish_reason": str, or "finish_reasons": [str] of all choices; "usage": {"prompt_tokens", "completion_tokens", "cached_tokens"}
+    last chunk   "finish_reason": str; "usage": {"prompt_tokens", "completion_tokens", "cached_tokens"} of all choices
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ class Ending:
     """What the last chunks of a call say: why each choice ended and what it cost. Written by the reader of the chunks."""
 
     def __init__(self) -> None:
-        self._reasons: list[str] = ["stop"]
+        self._reasons: dict[int, str] = {}
         self._usage: dict[str, int] = {}  # empty where the stage counts no tokens
 
     def note(self, chunk: Chunk) -> None:
         if reason := chunk.meta.get("finish_reason"):
-            self._reasons = [str(reason)]
-        self._reasons = chunk.meta.get("finish_reasons", self._reasons)
+            self._reasons[index_of(chunk)] = str(reason)
         self._usage = chunk.meta.get("usage", self._usage)
 
     def finish_reason(self, index: int) -> str:
-        return self._reasons[index] if index < len(self._reasons) else self._reasons[-1]
+        return self._reasons.get(index, "stop")
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -54,6 +53,11 @@ def usage_of(endings: Iterable[Ending]) -> dict[str, Any]:
 
 def index_of(chunk: Chunk) -> int:
     return int(chunk.meta.get("choice", 0))
+
+
+def ends_choice(chunk: Chunk) -> bool:
+    """Whether one choice of several ends here, before the others."""
+    return "choice" in chunk.meta and "finish_reason" in chunk.meta
 
 
 def call_delta(chunk: Chunk) -> list[dict[str, Any]]:

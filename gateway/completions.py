@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gateway import models, schema, sse, streaming
 from gateway.chat import text_params
-from gateway.choices import Ending, Message, index_of, text_logprobs, usage_of
+from gateway.choices import Ending, Message, ends_choice, index_of, text_logprobs, usage_of
 from gateway.limits import read_body
 from gateway.schema import CompletionBody
 from gateway.state import CLIENT, CONFIG
@@ -91,6 +91,7 @@ async def chunk_events(
 ) -> AsyncGenerator[bytes, None]:
     """The answer as events, text as it comes, and [DONE]."""
     endings, offsets = [Ending() for _ in range(num_prompts)], [0] * (num_prompts * n)
+    open_choices = set(range(num_prompts * n))
 
     def event(index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -99,15 +100,16 @@ async def chunk_events(
     async with aclosing(parts):
         async for prompt, chunk in parts:
             endings[prompt].note(chunk)
-            entries = chunk.meta.get("logprobs")
+            index, entries = prompt * n + index_of(chunk), chunk.meta.get("logprobs")
             if chunk.modality == "text" and (chunk.text or entries):
-                index, told = prompt * n + index_of(chunk), None
+                told = None
                 if entries:
                     told, offsets[index] = text_logprobs(entries, offsets[index])
                 yield event(index, chunk.text, told)
-            if chunk.is_last:
-                for index in range(n):
-                    yield event(prompt * n + index, "", finish_reason=endings[prompt].finish_reason(index))
+            ended = {index} if ends_choice(chunk) else set(range(prompt * n, prompt * n + n)) if chunk.is_last else set()
+            for index in sorted(ended & open_choices):
+                open_choices.discard(index)
+                yield event(index, "", finish_reason=endings[prompt].finish_reason(index - prompt * n))
     if has_usage:
         yield sse.data({**head, "choices": [], "usage": usage_of(endings)})
     yield sse.DONE

@@ -144,7 +144,7 @@ class ScriptLlm(Stage):
         reply = next((text for key, text in self.args.replies.items() if key in said), self.args.reply).replace("{text}", said)
         await asyncio.sleep(self.args.first_delay_ms / 1000)
         n = request.param("n", 1)
-        tokens, reasons = 0, []
+        tokens, reason = 0, ""
         for choice in range(n):
             words = re.findall(r"\S+\s*|\s+", reply.replace("{choice}", str(choice)) if n > 1 else reply)
             limit = request.param("max_tokens", len(words))
@@ -152,7 +152,9 @@ class ScriptLlm(Stage):
             more: dict[str, Any] = {"choice": choice} if n > 1 else {}
             for word in words[:limit]:
                 await asyncio.sleep(self.args.delay_ms / 1000)
-                told = {"logprobs": [_told(word, request.param("top_logprobs", 0))]} if request.param("logprobs", False) else {}
+                told: dict[str, Any] = (
+                    {"logprobs": [_told(word, request.param("top_logprobs", 0))]} if request.param("logprobs", False) else {}
+                )
                 if parser is None:
                     yield text_chunk(word, **more, **told)
                     continue
@@ -161,9 +163,10 @@ class ScriptLlm(Stage):
             for piece in parser.finish() if parser else ():
                 yield piece_chunk(piece, **more)
             tokens += min(limit, len(words))
-            reasons.append("length" if limit < len(words) else "tool_calls" if parser and parser.num_calls else "stop")
-        usage = {"prompt_tokens": len(said.split()), "completion_tokens": tokens}
-        yield end_chunk(**({"finish_reasons": reasons} if n > 1 else {"finish_reason": reasons[0]}), usage=usage)
+            reason = "length" if limit < len(words) else "tool_calls" if parser and parser.num_calls else "stop"
+            if n > 1:
+                yield text_chunk("", **more, finish_reason=reason)
+        yield end_chunk(finish_reason=reason, usage={"prompt_tokens": len(said.split()), "completion_tokens": tokens})
 
     def describe(self) -> dict[str, Any]:
         return {"parameters": ["prompt", "n", "tools", "tool_choice", "logprobs", "top_logprobs"]}

@@ -85,6 +85,7 @@ class Job(Sequence):
     positions: torch.Tensor | None = None  # (3, prompt) int64 for models with three-dimensional positions; None: 0, 1, 2 ...
     hook: Hook | None = None
     state: Any = None  # the hook's
+    ends: Collection[int] = ()  # tokens that end it, for its owner and its hook
     is_paused: bool = False  # its reader is slow
     is_waiting: bool = False  # for an input
     prompt_length: int = 0
@@ -179,7 +180,7 @@ class Engine:
             if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
                 keys.stop_at(position)
         sampler = Row(sampling, tokens, grammar=grammar, logprobs=logprobs, min_tokens=min_tokens, ends=ends, suppressed=suppressed)
-        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, **fields)
+        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, ends=ends, **fields)
 
     def add(self, job: Job) -> None:
         """Raises TooLong, Overloaded; see Scheduler.add."""

@@ -211,10 +211,12 @@ class TextEngine:
             pieces += choice.finish()
             self._retire(choice)
         # 2. chunks; log probabilities go with the first text that is said after their tokens
-        meta: dict[str, Any] = {"choice": choice.index} if generation.n > 1 else {}
-        if choice.untold and not pieces and choice.reason:
+        is_one_of_many = generation.n > 1
+        if choice.reason and not pieces and (choice.untold or is_one_of_many):
             pieces = [""]
-        chunks = [piece_chunk(piece, **meta) for piece in pieces]
+        chunks = [piece_chunk(piece, **({"choice": choice.index} if is_one_of_many else {})) for piece in pieces]
+        if choice.reason and is_one_of_many:
+            chunks[-1].meta["finish_reason"] = choice.reason
         if choice.untold and chunks:
             chunks[0].meta["logprobs"], choice.untold = logprob_entries(self.tokenizer, choice.untold), []
         outputs = [Output(reply.request_id, chunk) for chunk in chunks]
@@ -244,10 +246,5 @@ def _final(reply: Reply) -> dict[str, Any]:
         "completion_tokens": sum(choice.completion_tokens for choice in reply.choices),
         "cached_tokens": first.job.cached,
     }
-    reasons = [choice.reason for choice in reply.choices]
-    final: dict[str, Any] = {"finish_reason": reasons[0], "usage": usage}
-    if len(reasons) > 1:
-        final["finish_reasons"] = reasons
-    if reply.dropped_messages:
-        final["truncated_messages"] = reply.dropped_messages
-    return final
+    truncated = {"truncated_messages": reply.dropped_messages} if reply.dropped_messages else {}
+    return {"finish_reason": first.reason, "usage": usage, **truncated}

@@ -33,7 +33,7 @@ IN_STRING = re.compile(r'["\\]')
 class Call(NamedTuple):
     """Part of a call: the first one has its name, each may have some of its arguments' JSON."""
 
-    index: int  # 0, 1 ... within one reply
+    number: int  # 0, 1 ... within one reply
     name: str = ""
     arguments: str = ""
 
@@ -45,7 +45,7 @@ def piece_chunk(piece: Piece, **meta: Any) -> Chunk:
     """A piece as a `text` chunk; a part of a call is in its metadata, under "tool_call"."""
     if isinstance(piece, str):
         return text_chunk(piece, **meta)
-    call = {"index": piece.index, "arguments": piece.arguments}
+    call = {"index": piece.number, "arguments": piece.arguments}
     return text_chunk("", tool_call=call | ({"name": piece.name} if piece.name else {}), **meta)
 
 
@@ -199,8 +199,8 @@ def _joined(pieces: Iterator[Piece]) -> list[Piece]:
         last = joined[-1] if joined else None
         if isinstance(piece, str) and isinstance(last, str):
             joined[-1] = last + piece
-        elif isinstance(piece, Call) and isinstance(last, Call) and piece.index == last.index:
-            joined[-1] = Call(last.index, last.name or piece.name, last.arguments + piece.arguments)
+        elif isinstance(piece, Call) and isinstance(last, Call) and piece.number == last.number:
+            joined[-1] = Call(last.number, last.name or piece.name, last.arguments + piece.arguments)
         else:
             joined.append(piece)
     return joined

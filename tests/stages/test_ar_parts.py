@@ -93,4 +93,3 @@ def test_a_request_overrides_the_defaults_and_max_tokens_is_capped() -> None:
     generation = parse({"temperature": 0.5, "max_tokens": 999, "stop": "x", "top_p": None}, Sampling(top_p=0.9, top_k=5), 100)
     assert generation.sampling == Sampling(0.5, 0.9, 5)
     assert (generation.max_tokens, generation.stop, generation.messages) == (100, ("x",), None)
-

@@ -76,7 +76,7 @@ def test_arguments_stream_and_no_tag_leaks() -> None:
 
 
 def test_calls_are_counted() -> None:
-    assert [piece.index for piece in read(WEATHER, WEATHER) if isinstance(piece, Call) and piece.name] == [0, 1]
+    assert [piece.number for piece in read(WEATHER, WEATHER) if isinstance(piece, Call) and piece.name] == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(30))
