@@ -6,7 +6,7 @@ Knows the tokenizers of transformers and how they write bytes. Knows nothing of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,48 +15,44 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that no token covers
 
 
-def logprob_entries(tokenizer: Any, sampled: Iterable[Sampled]) -> list[dict[str, Any]]:
-    """One entry a token that was asked for its log probability.
+class TokenTexts:
+    """One tokenizer's tokens as text and bytes."""
 
-    Returns: {"token": text, "id": int, "logprob": float, "bytes": [int], "top": [{"token", "id", "logprob", "bytes"}]}; the text of a
-        token that is part of a character has U+FFFD for it, its bytes do not.
-    """
-    texts = _Texts(tokenizer)
-    return [
-        {**texts.entry(one.token, one.logprob), "top": [texts.entry(token, logprob) for token, logprob in one.top]}
-        for one in sampled
-        if one.logprob is not None
-    ]
-
-
-def token_bytes(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
-    """The bytes that each token stands for."""
-    texts = _Texts(tokenizer)
-    return [texts.bytes_of(token) for token in tokens]
-
-
-class _Texts:
     def __init__(self, tokenizer: Any) -> None:
+        """A fast tokenizer of transformers; its added tokens stay as they are."""
         self._tokenizer = tokenizer
-        self._added = tokenizer.added_tokens_decoder
+        self._added = {token: added.content for token, added in tokenizer.added_tokens_decoder.items()}
         decoder = tokenizer.backend_tokenizer.decoder  # None: pieces are text
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.bytes_of(token)
-        return {"token": data.decode(errors="replace"), "id": token, "logprob": logprob, "bytes": list(data)}
+    def entries(self, sampled: Iterable[Sampled]) -> list[dict[str, Any]]:
+        """One entry a token that was asked for its log probability.
+
+        Returns: {"token": text, "id": int, "logprob": float, "bytes": [int], "top": [{"token", "id", "logprob", "bytes"}]}; the text of
+            a token that is part of a character has U+FFFD for it, its bytes do not.
+        """
+        return [
+            {**self._entry(one.token, one.logprob), "top": [self._entry(token, logprob) for token, logprob in one.top]}
+            for one in sampled
+            if one.logprob is not None
+        ]
 
     def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; none where the model's vocabulary is larger than the tokenizer's."""
         if token in self._added:
-            return str(self._added[token].content).encode()
+            return str(self._added[token]).encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # the model's vocabulary is larger than the tokenizer's
+        if piece is None:
             return b""
         if self._is_byte_level:
             return bytes(BYTES[letter] for letter in piece)
         if byte := BYTE_TOKEN.fullmatch(piece):
             return bytes.fromhex(byte[1])
         return str(piece).replace("▁", " ").encode()
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.bytes_of(token)
+        return {"token": data.decode(errors="replace"), "id": token, "logprob": logprob, "bytes": list(data)}
 
 
 def _byte_letters() -> dict[str, int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from stages.ar.detokenizer import Detokenizer
 from stages.ar.engine import Advance, Engine, Job
-from stages.ar.logprobs import logprob_entries
+from stages.ar.logprobs import TokenTexts
 from stages.ar.params import Generation, with_instructions
 from stages.ar.prompt import Prompter
 from stages.ar.sampler import Sampled
@@ -83,6 +83,7 @@ class TextEngine:
         self.vocabulary: int = engine.runner.config.vocab_size
         self.tokenizer = tokenizer
         self.prompter = Prompter(tokenizer)
+        self._texts = TokenTexts(tokenizer)
         self.tokens_per_s = 0.0  # while decoding, of all requests together, smoothed
         self._instructions = instructions
         self._ends = engine.runner.end_tokens(tokenizer.eos_token_id)
@@ -218,7 +219,7 @@ class TextEngine:
         if choice.reason and is_one_of_many:
             chunks[-1].meta["finish_reason"] = choice.reason
         if choice.untold and chunks:
-            chunks[0].meta["logprobs"], choice.untold = logprob_entries(self.tokenizer, choice.untold), []
+            chunks[0].meta["logprobs"], choice.untold = self._texts.entries(choice.untold), []
         outputs = [Output(reply.request_id, chunk) for chunk in chunks]
         # 3. the end
         if all(other.reason for other in reply.choices):

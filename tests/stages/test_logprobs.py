@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.ar.logprobs import logprob_entries, token_bytes
+from stages.ar.logprobs import TokenTexts
 from stages.ar.structured import Grammar, Grammars
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,15 +43,17 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Any) -> None:
-    ids = tokenizer(TEXT).input_ids
-    assert b"".join(token_bytes(tokenizer, ids)).decode() == TEXT
-    assert b"hello" in token_bytes(tokenizer, ids)
-    assert token_bytes(tokenizer, [tokenizer.eos_token_id, 100_000]) == [b"</s>", b""]
+    texts = TokenTexts(tokenizer)
+    pieces = [texts.bytes_of(token) for token in tokenizer(TEXT).input_ids]
+    assert b"".join(pieces).decode() == TEXT
+    assert b"hello" in pieces
+    assert texts.bytes_of(tokenizer.eos_token_id) == b"</s>"
+    assert texts.bytes_of(100_000) == b""
 
 
 def test_entries_have_text_bytes_and_the_likely_ones(tokenizer: Any) -> None:
     hello, byte = tokenizer("hello").input_ids[0], tokenizer("😀").input_ids[0]
-    entries = logprob_entries(tokenizer, [Sampled(hello, -0.5, ((hello, -0.5), (byte, -2.0))), Sampled(byte), Sampled(byte, -3.0)])
+    entries = TokenTexts(tokenizer).entries([Sampled(hello, -0.5, ((hello, -0.5), (byte, -2.0))), Sampled(byte), Sampled(byte, -3.0)])
     assert [entry["token"] for entry in entries] == ["hello", "\ufffd"]
     assert entries[0] == {
         "token": "hello", "id": hello, "logprob": -0.5, "bytes": list(b"hello"),
