@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,7 @@ from stages.ar.attention import Prefill
 from stages.ar.blocks import BlockPool, Content, PrefixKeys
 from stages.ar.params import Sampling
 from stages.ar.runner import Batch, Runner
-from stages.ar.sampler import Row, Sampled, sample
+from stages.ar.sampler import Grammar, Row, Sampled, sample
 from stages.ar.scheduler import Scheduler, Sequence, Span
 
 
@@ -84,8 +85,7 @@ class Job(Sequence):
     positions: torch.Tensor | None = None  # (3, prompt) int64 for models with three-dimensional positions; None: 0, 1, 2 ...
     hook: Hook | None = None
     state: Any = None  # the hook's
-    min_length: int = 0  # tokens, with the prompt's; before that `ends` are not chosen
-    ends: tuple[int, ...] = ()
+    ends: Collection[int] = ()  # tokens that end it, for its owner and its hook
     is_paused: bool = False  # its reader is slow
     is_waiting: bool = False  # for an input
     prompt_length: int = 0
@@ -149,7 +149,11 @@ class Engine:
         tokens: Tokens[int],
         sampling: Sampling,
         *,
-        grammar: Any = None,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
+        min_tokens: int = 0,
+        ends: Collection[int] = (),
+        suppressed: Collection[int] = (),
         embeddings: Tokens[tuple[int, torch.Tensor]] = (),
         contents: Tokens[Content] = (),
         **fields: Any,
@@ -158,8 +162,12 @@ class Engine:
 
         Args:
             tokens: the prompt; any id where an embedding or a content stands.
-            sampling: how the next token is chosen.
-            grammar: what the sampler is bound to.
+            sampling: see `sampler.Row`, and so the next five.
+            grammar: what may follow.
+            logprobs: how many to tell.
+            min_tokens: before one of `ends`.
+            ends: end tokens.
+            suppressed: never chosen.
             embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
                 is found again.
             contents: what the tokens of a span stand for.
@@ -171,8 +179,8 @@ class Engine:
             inputs.put(position, rows)
             if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
                 keys.stop_at(position)
-        sampler = Row(sampling, tokens, device=self.runner.device, grammar=grammar)
-        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, **fields)
+        sampler = Row(sampling, tokens, grammar=grammar, logprobs=logprobs, min_tokens=min_tokens, ends=ends, suppressed=suppressed)
+        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, ends=ends, **fields)
 
     def add(self, job: Job) -> None:
         """Raises TooLong, Overloaded; see Scheduler.add."""
@@ -216,9 +224,6 @@ class Engine:
         jobs = [span.sequence for span in spans if span.sequence.missing == 0]
         if not jobs:
             return []
-        for n, job in enumerate(jobs):
-            if len(job.tokens) < job.min_length:
-                result.logits[n, list(job.ends)] = -torch.inf
         sampled = sample(result.logits, [job.sampler for job in jobs])
         for job, choice in zip(jobs, sampled, strict=True):
             job.tokens.append(choice.token)

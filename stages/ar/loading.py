@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.lean import lean_imports
 from streamrt import ConfigError
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -50,7 +51,8 @@ def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callab
 
     torch.set_num_threads(threads)
     progress("importing transformers")
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    with lean_imports():
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_utils  # noqa: F401 (the names alone import little)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
