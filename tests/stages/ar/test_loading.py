@@ -90,7 +90,7 @@ def test_a_part_with_a_gap_is_refused_and_the_others_weights_are_not_missed(tmp_
     weights = load_file(file)
     save_file({name: tensor for name, tensor in weights.items() if not name.startswith("thinker.")}, file, {"format": "pt"})
     load_part(tmp_path, "talker", dtype="float32", device="cpu")
-    with pytest.raises(ConfigError, match="missing keys: .*layers"):
+    with pytest.raises(ConfigError, match=r"missing keys: lm_head\.weight, .* and \d+ more"):
         load_part(tmp_path, "thinker", dtype="float32", device="cpu")
     gone = next(name for name in weights if name.startswith("talker.model.layers.1.mlp.experts."))
     save_file({name: tensor for name, tensor in weights.items() if name != gone}, file, {"format": "pt"})

@@ -153,7 +153,7 @@ def test_memory_that_does_not_hold_one_context_is_refused_with_what_would(folder
 
     from stages.ar.causal_lm import CausalLMArgs, sizes
 
-    runner = families.runner("llama", folder)
+    runner = families.runner("llama", folder, row_layers=(0, 1, 2))  # 1536 bytes a token
     with pytest.raises(ConfigError, match=r"kv_cache_mb: 1 MB hold \d+ tokens, expected at least max_context, 512") as error:
         sizes(CausalLMArgs(model="", kv_cache_mb=1, block_size=256, max_context=512), runner)
     enough = int(error.value.hint.split(",")[0].rpartition("= ")[2])
