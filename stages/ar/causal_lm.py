@@ -1,6 +1,7 @@
 """`ar.causal_lm`: a conversation in, the reply's text out, by any causal language model of transformers.
 
-The stage knows its arguments, what to load and how much memory to ask for; the rest is `text_engine.py`'s and `engine.py`'s. Imports no torch before `load`.
+The stage knows its arguments, what to load and how much memory to ask for; the rest is `text_engine.py`'s and `engine.py`'s.
+Imports no torch before `load`.
 """
 
 from __future__ import annotations
@@ -127,21 +128,21 @@ def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
     is_cpu = runner.device.type == "cpu"
     block_size = args.block_size or (4 if is_cpu else 16)
     max_sequences = args.max_sequences or (16 if is_cpu else 64)
-    if args.kv_cache_mb is not None:
-        nbytes = args.kv_cache_mb << 20
-    else:
-        nbytes = 1 << 30 if is_cpu else torch.cuda.mem_get_info(runner.device)[0] // 2
-    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
-    room = (nbytes // per_block - 1) * block_size
     limit = getattr(runner.config, "max_position_embeddings", None) or 8192
     if args.max_context is not None and args.max_context > limit:
         raise ConfigError(f"max_context: got {args.max_context}, the model was made for {limit}", param="max_context")
     max_context = args.max_context or min(limit, 8192)
+    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
+    least = (-(-max_context // block_size) + 2) * per_block
+    if args.kv_cache_mb is not None:
+        nbytes = args.kv_cache_mb << 20
+    else:
+        nbytes = max(1 << 30, least) if is_cpu else torch.cuda.mem_get_info(runner.device)[0] // 2
+    room = (nbytes // per_block - 1) * block_size
     if room < max_context:
-        enough = (-(-max_context // block_size) + 2) * per_block
         raise ConfigError(
             f"kv_cache_mb: {nbytes >> 20} MB hold {max(room, 0)} tokens, expected at least max_context, {max_context}",
-            hint=f"set kv_cache_mb = {(enough >> 20) + 1}, or a shorter max_context",
+            hint=f"set kv_cache_mb = {(least >> 20) + 1}, or a shorter max_context",
             param="kv_cache_mb",
         )
     most = min(room // block_size, max_sequences * (-(-max_context // block_size)) * 2)  # more would never be used
