@@ -54,9 +54,10 @@ async def send_for_ever(connector: ShmConnector, endpoint: str, seed: int) -> No
 
 
 class Reader:
-    """Checks what comes, and keeps some leases for a while."""
+    """Checks what comes, and keeps some leases, which may be all that the producer has, until others come."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most_held: int = 12) -> None:
+        self._most_held = most_held
         self.held: deque[Lease] = deque()
         self.count = 0
         self._dice = random.Random(seed)
@@ -70,8 +71,8 @@ class Reader:
         assert array.min() == array.max() == seq
         self.count += 1
         self.held.append(lease)
-        if len(self.held) > 12:
-            self.held.rotate(-self._dice.randrange(12))
+        if len(self.held) > self._most_held:
+            self.held.rotate(-self._dice.randrange(len(self.held)))
             self.held.popleft().release()
 
 
@@ -139,7 +140,7 @@ def consume(directory: Path, says: Connection, seed: int, lines: int = 0) -> Non
     """Says its endpoint and reads, until it is killed."""
 
     async def run() -> None:
-        reader = Reader(seed)
+        reader = Reader(seed, 0 if lines else 12)  # whom nobody kills must not wait for what it holds itself
         connector = ShmConnector("consumer", directory, OPTIONS)
         says.send(await connector.open(reader.on_chunk, lambda peer: None, lambda request_id, epoch: None))
         if lines:
