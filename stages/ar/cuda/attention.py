@@ -1,0 +1,185 @@
+"""Attention of one packed step on a CUDA device: decode rows by the paged kernel, prompts by the backend that was chosen at load.
+
+    q, k, v of the step's tokens, decode rows first  ->  out (tokens, heads, head_dim)
+
+Knows the layout of a step and torch's attention backends. Knows nothing of models and requests.
+
+Rules
+- A backend is chosen once, by what device and dtype can do; its name is logged and described. One that was asked for and can not run is an error.
+- A lone prompt from its beginning goes to cuDNN on Hopper, whose kernel is about twice as fast there; its plans are built for each shape, so only
+  lengths in whole GRANULEs go there. Everything else is one variable-length call for all prompts of the step.
+- Keys from before this step are gathered from their blocks: torch's variable-length kernels read no block table before FlashAttention 3.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stages.ar.cuda.paged import paged_decode_attention
+from streamrt import ConfigError
+
+BACKENDS = ("flash_attn", "cudnn", "flash", "sdpa")
+GRANULE = 512  # tokens
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompt chunks of a step, one after the other behind its decode rows."""
+
+    query_starts: torch.Tensor  # (prompts + 1,) int32, from 0
+    key_starts: torch.Tensor  # (prompts + 1,) int32: keys from before are counted
+    query_lens: list[int]
+    key_lens: list[int]
+    places: torch.Tensor | None  # (all keys,) int64, slots of every key; None: all of them are of this step
+
+
+@dataclass(frozen=True)
+class Step:
+    """What attention has to know of a step, on the device."""
+
+    slots: torch.Tensor  # (tokens,) int64: where each token's key and value go, block * block_size + offset
+    decode_rows: int
+    block_tables: torch.Tensor  # (decode_rows, max_blocks) int32
+    context_lens: torch.Tensor  # (decode_rows,) int32, the new token counted
+    splits: int  # see paged.split_count
+    prompts: Prompts | None = None
+
+
+@dataclass(frozen=True)
+class PromptBackend:
+    """How prompts are attended. `why` says what decided."""
+
+    name: str
+    why: str
+
+
+def has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def cudnn_refusal(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
+    """Why cuDNN's attention can not run this shape on the current device; empty when it can. Runs it once."""
+    q = torch.zeros(1, heads, GRANULE, head_dim, dtype=dtype, device="cuda")
+    k = torch.zeros(1, kv_heads, GRANULE, head_dim, dtype=dtype, device="cuda")
+    try:
+        _cudnn(q, k, k, 1.0)
+    except RuntimeError as error:  # torch says why in a warning, and that no kernel is left in this
+        return str(error).splitlines()[0]
+    return ""
+
+
+def choose_prompt_backend(
+    asked: str, *, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, has_flash_attn: bool, cudnn_refusal: str
+) -> PromptBackend:
+    """The backend that `asked` ("auto" or one of BACKENDS) stands for.
+
+    Raises:
+        ConfigError: it can not run here.
+    """
+    if asked not in ("auto", *BACKENDS):
+        raise ConfigError(f'attention: got "{asked}", expected one of auto, {", ".join(BACKENDS)}', param="attention")
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    no_flash = (
+        f"needs bfloat16 or float16, not {dtype}"
+        if not is_half
+        else f"needs heads of at most 256, not {head_dim}"
+        if head_dim > 256
+        else f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+        if capability < (8, 0)
+        else ""
+    )
+    refusals = {
+        "flash_attn": no_flash or ("" if has_flash_attn else "the flash-attn package is not installed"),
+        "cudnn": no_flash or ("" if capability[0] == 9 else "is chosen on Hopper only") or cudnn_refusal,
+        "flash": no_flash,
+        "sdpa": "",
+    }
+    if asked != "auto" and refusals[asked]:
+        raise ConfigError(f'attention: "{asked}" {refusals[asked]}', hint='attention = "auto" takes what this device can run', param="attention")
+    name = asked if asked != "auto" else next(name for name in BACKENDS if not refusals[name])
+    passed = [f"{other}: {refusals[other]}" for other in BACKENDS[: BACKENDS.index(name)] if refusals[other]]
+    return PromptBackend(name, "asked for" if asked != "auto" else "; ".join(passed) or "the first choice")
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: Step,
+    *,
+    scale: float,
+    window: int,
+    backend: str,
+) -> torch.Tensor:
+    """Attention of every token of the step over its sequence.
+
+    q: (tokens, heads, head_dim); k, v: (tokens, kv_heads, head_dim), not read where no prompts are; all rotated, and in the cache already.
+    keys, values: (blocks, block_size, kv_heads, head_dim); window: how many of the last tokens are seen, 0 for all.
+    """
+    rows = step.decode_rows
+    decoded = None
+    if rows:
+        decoded = paged_decode_attention(
+            q[:rows], keys, values, step.block_tables, step.context_lens, scale=scale, splits=step.splits, window=window
+        )
+        if step.prompts is None:
+            return decoded
+    prompts = step.prompts
+    assert prompts is not None  # a step has tokens
+    if prompts.places is None:
+        k, v = k[rows:], v[rows:]
+    else:
+        k, v = keys.flatten(0, 1)[prompts.places], values.flatten(0, 1)[prompts.places]
+    out = _attend_prompts(q[rows:], k, v, prompts, scale, window, backend)
+    return out if decoded is None else torch.cat([decoded, out])
+
+
+def _attend_prompts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: Prompts, scale: float, window: int, backend: str
+) -> torch.Tensor:
+    """(query tokens, heads, head_dim); the last query of a chunk sees the last key."""
+    is_lone = len(prompts.query_lens) == 1 and prompts.places is None
+    if backend == "cudnn" and is_lone and not window and prompts.query_lens[0] % GRANULE == 0:
+        return _cudnn(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale)[0].transpose(0, 1)
+    left = window - 1 if window else -1
+    starts = (prompts.query_starts, prompts.key_starts, max(prompts.query_lens), max(prompts.key_lens))
+    if backend == "flash_attn":
+        from flash_attn import flash_attn_varlen_func
+
+        out: torch.Tensor = flash_attn_varlen_func(q, k, v, *starts, softmax_scale=scale, causal=True, window_size=(left, 0))
+        return out
+    if backend in ("cudnn", "flash"):
+        sides: dict[str, Any] = {"window_size_left": left, "window_size_right": 0} if window else {}
+        return torch.ops.aten._flash_attention_forward(q, k, v, *starts, 0.0, True, False, scale=scale, **sides)[0]
+    return _sdpa(q, k, v, prompts, scale, window)
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal, (1, heads, tokens, head_dim) each."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: Prompts, scale: float, window: int) -> torch.Tensor:
+    """One call a prompt, for dtypes that no flash kernel has."""
+    outs = []
+    for chunk, past, future in zip(
+        q.split(prompts.query_lens), k.split(prompts.key_lens), v.split(prompts.key_lens), strict=True
+    ):
+        queries, size = chunk.shape[0], past.shape[0]
+        mask = torch.ones(queries, size, dtype=torch.bool, device=q.device).tril(size - queries)
+        if window:
+            mask = mask.triu(size - queries - window + 1)
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (chunk, past, future)), attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
