@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +38,23 @@ class Batch:
     wanted: torch.Tensor  # (wanted,) int64: tokens of the batch whose logits are asked for
     embedded: torch.Tensor | None = None  # (embedded,) int64: tokens of the batch that are given as embeddings
     embeddings: torch.Tensor | None = None  # (embedded, hidden)
+    # (decodes,) int64: rows of the pass before whose likeliest token is this one's token, -1 where `tokens` has it
+    following: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
     """What a pass made, on the model's device, one row for each of `Batch.wanted`."""
 
-    logits: torch.Tensor  # (wanted, vocabulary)
-    hidden: torch.Tensor  # (wanted, hidden), after the last norm
+    logits: torch.Tensor  # (wanted, vocabulary); may be overwritten by the pass after the next
+    hidden: torch.Tensor  # (wanted, hidden), after the last norm; likewise
+    likeliest: Callable[[], list[int]]  # the token of each row; waits for the device
 
 
 class Runner:
     """One model and the store that it writes to."""
+
+    runs_ahead = False  # whether a pass is worth beginning before the one before it is looked at: where the device works on its own
 
     def __init__(self, model: Any, *, inner: Any = None, head: Any = None, row_layers: tuple[int, ...] = ()) -> None:
         """
@@ -79,11 +85,19 @@ class Runner:
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.24
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         self._step: Step | None = None
+        self._likeliest = torch.zeros(0, dtype=torch.int64)  # of the last pass
+        self._reference = self._own_logits()
+        self.exchange()
         for layer in row_layers:
             self._keep_rows(layer)
-        self._reference = self._own_logits()
         register()
         self.inner.set_attn_implementation(NAME)
+
+    def exchange(self) -> None:
+        """Put other modules in the place of the model's that do the same. Before anything is hooked to them; `check` compares afterwards."""
+
+    def prepare(self, *, max_sequences: int, max_context: int) -> None:
+        """Whatever the first steps would wait for. Once, after `check`."""
 
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make the store. Once, before the first pass."""
@@ -113,11 +127,18 @@ class Runner:
         )
         hidden = self.decode(self.embeddings(batch), batch.positions.to(device), step)
         wanted = hidden if len(batch.wanted) == len(hidden) else hidden.index_select(0, batch.wanted.to(device))
-        return Result(self.logits(wanted), wanted)
+        logits = self.logits(wanted)
+        if self.runs_ahead:
+            self._likeliest = logits.argmax(-1)
+        return Result(logits, wanted, lambda: logits.argmax(-1).tolist())
 
     def embeddings(self, batch: Batch) -> torch.Tensor:
         """(tokens, hidden)"""
-        embeddings: torch.Tensor = self.embed(batch.tokens.to(self.device))
+        tokens = batch.tokens.to(self.device)
+        if batch.following is not None:
+            rows = batch.following.to(self.device)
+            tokens[: batch.decodes] = follow(tokens[: batch.decodes], rows, self._likeliest)
+        embeddings: torch.Tensor = self.embed(tokens)
         if batch.embedded is not None and batch.embeddings is not None:
             embeddings.index_copy_(0, batch.embedded.to(self.device), batch.embeddings.to(self.device, embeddings.dtype))
         return embeddings
@@ -186,3 +207,8 @@ class Runner:
                 self._step.store.rows[layer].flatten(0, 1).index_copy_(0, self._step.slots, hidden[0])
 
         self.inner.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def follow(tokens: torch.Tensor, rows: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """(n,): `tokens`, but where `rows` is not -1 what `likeliest` has in that row. Waits for nothing."""
+    return torch.where(rows >= 0, likeliest[rows.clamp(min=0)], tokens)

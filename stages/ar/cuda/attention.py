@@ -1,19 +1,20 @@
 """Attention of one packed step on a CUDA device: decode rows by the paged kernel, prompts by the backend that was chosen at load.
 
-    q, k, v of the step's tokens, decode rows first  ->  out (tokens, heads, head_dim)
+    queries of the step's tokens, decode rows first  ->  out (tokens, heads, head_dim)
 
-Knows the layout of a step and torch's attention backends. Knows nothing of models and requests.
+Knows the layout of a step and of the store, and torch's attention backends. Knows nothing of models and requests.
 
 Rules
 - A backend is chosen once, by what device and dtype can do; its name is logged and described. One that was asked for and can not run is an error.
 - A lone prompt from its beginning goes to cuDNN on Hopper, whose kernel is about twice as fast there; its plans are built for each shape, so only
   lengths in whole GRANULEs go there. Everything else is one variable-length call for all prompts of the step.
-- Keys from before this step are gathered from their blocks: torch's variable-length kernels read no block table before FlashAttention 3.
+- A prompt's keys and values are gathered from their blocks first: torch's variable-length kernels read no block table before FlashAttention 3.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stages.ar.attention import Prefill, Step
 from stages.ar.cuda.paged import paged_decode_attention
 from streamrt import ConfigError
 
@@ -32,22 +34,19 @@ GRANULE = 512  # tokens
 class Prompts:
     """The prompt chunks of a step, one after the other behind its decode rows."""
 
-    query_starts: torch.Tensor  # (prompts + 1,) int32, from 0
-    key_starts: torch.Tensor  # (prompts + 1,) int32: keys from before are counted
     query_lens: list[int]
-    key_lens: list[int]
-    places: torch.Tensor | None  # (all keys,) int64, slots of every key; None: all of them are of this step
+    key_lens: list[int]  # what each sees: tokens before it, and itself
+    query_starts: torch.Tensor  # (prompts + 1,) int32, from 0
+    key_starts: torch.Tensor  # (prompts + 1,) int32
+    places: torch.Tensor  # (all keys,) int64: their slots
 
 
 @dataclass(frozen=True)
-class Step:
-    """What attention has to know of a step, on the device."""
+class Plan:
+    """What all layers of a step share: `Step.plan` on a CUDA device."""
 
-    slots: torch.Tensor  # (tokens,) int64: where each token's key and value go, block * block_size + offset
-    decode_rows: int
-    block_tables: torch.Tensor  # (decode_rows, max_blocks) int32
-    context_lens: torch.Tensor  # (decode_rows,) int32, the new token counted
-    splits: int  # see paged.split_count
+    backend: str  # for prompts, one of BACKENDS
+    splits: int  # for decode rows, see paged.split_count
     prompts: Prompts | None = None
 
 
@@ -101,44 +100,44 @@ def choose_prompt_backend(
         "sdpa": "",
     }
     if asked != "auto" and refusals[asked]:
-        raise ConfigError(f'attention: "{asked}" {refusals[asked]}', hint='attention = "auto" takes what this device can run', param="attention")
+        raise ConfigError(
+            f'attention: "{asked}" {refusals[asked]}', hint='attention = "auto" takes what this device can run', param="attention"
+        )
     name = asked if asked != "auto" else next(name for name in BACKENDS if not refusals[name])
     passed = [f"{other}: {refusals[other]}" for other in BACKENDS[: BACKENDS.index(name)] if refusals[other]]
     return PromptBackend(name, "asked for" if asked != "auto" else "; ".join(passed) or "the first choice")
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: Step,
-    *,
-    scale: float,
-    window: int,
-    backend: str,
-) -> torch.Tensor:
-    """Attention of every token of the step over its sequence.
+def plan_prompts(prefills: Sequence[Prefill], block_size: int, device: torch.device) -> Prompts | None:
+    """The chunks as one variable-length call sees them; `prefills` is on the CPU. One copy to the device."""
+    if not prefills:
+        return None
+    query_lens = [prefill.end - prefill.start for prefill in prefills]
+    key_lens = [prefill.context for prefill in prefills]
+    places = [(prefill.blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[: prefill.context] for prefill in prefills]
+    count = len(prefills) + 1
+    packed = torch.cat([*(torch.tensor([0, *lens]).cumsum(0) for lens in (query_lens, key_lens)), *places]).to(device)
+    return Prompts(query_lens, key_lens, packed[:count].int(), packed[count : 2 * count].int(), packed[2 * count :])
 
-    q: (tokens, heads, head_dim); k, v: (tokens, kv_heads, head_dim), not read where no prompts are; all rotated, and in the cache already.
-    keys, values: (blocks, block_size, kv_heads, head_dim); window: how many of the last tokens are seen, 0 for all.
+
+def attend(query: torch.Tensor, step: Step, layer: int, scale: float, window: int | None) -> torch.Tensor:
+    """Attention of every token of the step over its sequence, as `stages.ar.attention.Backend` says it.
+
+    query: (tokens, heads, head_dim), and so is what comes out. The step's own keys and values are in the store already.
     """
-    rows = step.decode_rows
+    plan: Plan = step.plan
+    keys, values, rows = step.store.keys[layer], step.store.values[layer], step.decodes
     decoded = None
     if rows:
         decoded = paged_decode_attention(
-            q[:rows], keys, values, step.block_tables, step.context_lens, scale=scale, splits=step.splits, window=window
+            query[:rows], keys, values, step.block_tables, step.context_lens, scale=scale, splits=plan.splits, window=window or 0
         )
-        if step.prompts is None:
+        if plan.prompts is None:
             return decoded
-    prompts = step.prompts
+    prompts = plan.prompts
     assert prompts is not None  # a step has tokens
-    if prompts.places is None:
-        k, v = k[rows:], v[rows:]
-    else:
-        k, v = keys.flatten(0, 1)[prompts.places], values.flatten(0, 1)[prompts.places]
-    out = _attend_prompts(q[rows:], k, v, prompts, scale, window, backend)
+    k, v = (memory.flatten(0, 1).index_select(0, prompts.places) for memory in (keys, values))
+    out = _attend_prompts(query[rows:], k, v, prompts, scale, window or 0, plan.backend)
     return out if decoded is None else torch.cat([decoded, out])
 
 
@@ -146,8 +145,13 @@ def _attend_prompts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: Prompts, scale: float, window: int, backend: str
 ) -> torch.Tensor:
     """(query tokens, heads, head_dim); the last query of a chunk sees the last key."""
-    is_lone = len(prompts.query_lens) == 1 and prompts.places is None
-    if backend == "cudnn" and is_lone and not window and prompts.query_lens[0] % GRANULE == 0:
+    if (
+        backend == "cudnn"
+        and not window
+        and prompts.query_lens == prompts.key_lens
+        and len(q) % GRANULE == 0
+        and len(prompts.query_lens) == 1
+    ):
         return _cudnn(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale)[0].transpose(0, 1)
     left = window - 1 if window else -1
     starts = (prompts.query_starts, prompts.key_starts, max(prompts.query_lens), max(prompts.key_lens))
@@ -158,7 +162,8 @@ def _attend_prompts(
         return out
     if backend in ("cudnn", "flash"):
         sides: dict[str, Any] = {"window_size_left": left, "window_size_right": 0} if window else {}
-        return torch.ops.aten._flash_attention_forward(q, k, v, *starts, 0.0, True, False, scale=scale, **sides)[0]
+        # What torch.nn.attention.varlen calls; its own arguments are not the same in every version.
+        return torch.ops.aten._flash_attention_forward(q, k, v, *starts, 0.0, True, False, scale=scale, **sides)[0]  # noqa: SLF001
     return _sdpa(q, k, v, prompts, scale, window)
 
 
@@ -171,9 +176,7 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: Prompts, scale: float, window: int) -> torch.Tensor:
     """One call a prompt, for dtypes that no flash kernel has."""
     outs = []
-    for chunk, past, future in zip(
-        q.split(prompts.query_lens), k.split(prompts.key_lens), v.split(prompts.key_lens), strict=True
-    ):
+    for chunk, past, future in zip(q.split(prompts.query_lens), k.split(prompts.key_lens), v.split(prompts.key_lens), strict=True):
         queries, size = chunk.shape[0], past.shape[0]
         mask = torch.ones(queries, size, dtype=torch.bool, device=q.device).tril(size - queries)
         if window:

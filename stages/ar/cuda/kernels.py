@@ -2,7 +2,7 @@
 
     rms_norm           x -> norm(x)
     add_rms_norm       x, delta -> x + delta, norm(x + delta)
-    rope_and_store     q, k, v side by side -> rotated q (and k); k and v into the paged cache
+    rope_and_store     q, k, v side by side -> rotated q; rotated k and v into the paged cache
     swiglu             gate, up side by side -> silu(gate) * up
     matvec             one row times a weight, with the norm before it and the residual or SwiGLU after it
 
@@ -68,7 +68,6 @@ def _rope_and_store(
     sin_ptr,
     slot_ptr,
     q_ptr,
-    k_ptr,
     key_cache_ptr,
     value_cache_ptr,
     eps,
@@ -78,7 +77,6 @@ def _rope_and_store(
     DIM_PAD: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
-    KEEP_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * AT_ONCE  # heads of q, then of k, then of v; a program's are all of one kind
@@ -112,8 +110,6 @@ def _rope_and_store(
         else:
             at = (head - HEADS)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(key_cache_ptr + slot + at, turned, mask=mask)
-            if KEEP_K:
-                tl.store(k_ptr + token * (KV_HEADS * HEAD_DIM) + at, turned, mask=mask)
 
 
 def rope_and_store(
@@ -126,9 +122,8 @@ def rope_and_store(
     value_cache: torch.Tensor,
     *,
     heads: int,
-    keep_k: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries (tokens, heads, head_dim) and, where `keep_k`, keys (tokens, kv_heads, head_dim), both normed and rotated; keys and values are cached too.
+) -> torch.Tensor:
+    """Queries (tokens, heads, head_dim), normed and rotated; keys, likewise, and values go into the cache.
 
     qkv: (tokens, (heads + 2 kv_heads) * head_dim), contiguous; norms: weights (head_dim,) of q and k, and eps, for models that norm each head.
     cos, sin: (tokens, head_dim), contiguous, the halves alike; slots: (tokens,), the place of each token, block * block_size + offset.
@@ -137,7 +132,6 @@ def rope_and_store(
     tokens = qkv.shape[0]
     kv_heads, head_dim = key_cache.shape[-2:]
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    k = torch.empty((tokens, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device) if keep_k else q
     at_once = _heads_at_once(heads, kv_heads)
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
     _rope_and_store[(tokens, (heads + 2 * kv_heads) // at_once)](
@@ -148,7 +142,6 @@ def rope_and_store(
         sin,
         slots,
         q,
-        k,
         key_cache,
         value_cache,
         eps,
@@ -158,10 +151,9 @@ def rope_and_store(
         DIM_PAD=triton.next_power_of_2(head_dim),
         AT_ONCE=at_once,
         NORM=norms is not None,
-        KEEP_K=keep_k,
         num_warps=4 if at_once * head_dim >= 512 else 1,
     )
-    return q, k
+    return q
 
 
 def _heads_at_once(heads: int, kv_heads: int) -> int:

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stages.ar.attention import Step
 from stages.ar.cuda import kernels
-from stages.ar.cuda.attention import Step, attend
+from stages.ar.cuda.attention import attend
 
 FUSED = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "MixtralRMSNorm"}
@@ -41,9 +42,9 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """In the place of a transformers decoder layer. Keys and values go to `keys` and `values` of the step's cache."""
+    """In the place of a transformers decoder layer."""
 
-    def __init__(self, layer: Any, backend: str) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attention.layer_idx
@@ -51,8 +52,7 @@ class FusedLayer(nn.Module):
         self.heads: int = attention.q_proj.out_features // self.head_dim
         self.kv_heads: int = attention.k_proj.out_features // self.head_dim
         self.scale: float = attention.scaling
-        self.window: int = getattr(attention, "sliding_window", None) or 0
-        self.backend = backend
+        self.window: int | None = getattr(attention, "sliding_window", None)
         self.input_norm = FusedRMSNorm(layer.input_layernorm)
         self.mlp_norm = FusedRMSNorm(layer.post_attention_layernorm)
         self.q_norm = FusedRMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
@@ -63,27 +63,18 @@ class FusedLayer(nn.Module):
         self.down_proj = mlp.down_proj
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *_: Any,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        kv: Any,
-        step: Step,
-        **__: Any,
+        self, hidden_states: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: Step, **__: Any
     ) -> torch.Tensor:
-        """(1, tokens, hidden) in and out. position_embeddings: cos and sin, (1, tokens, head_dim); kv: has `keys[layer]` and `values[layer]`."""
+        """(1, tokens, hidden) in and out; position_embeddings: cos and sin, (1, tokens, head_dim)."""
         x = hidden_states[0]
-        keys, values = kv.keys[self.layer_idx], kv.values[self.layer_idx]
+        keys, values = step.store.keys[self.layer_idx], step.store.values[self.layer_idx]
         cos, sin = (table.reshape(-1, self.head_dim).contiguous() for table in position_embeddings)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm and self.k_norm else None
         is_vector = x.shape[0] == 1
 
         qkv = _matvec(x, self.qkv_proj, norm=self.input_norm) if is_vector else self.qkv_proj(self.input_norm(x))
-        q, k = kernels.rope_and_store(
-            qkv, norms, cos, sin, step.slots, keys, values, heads=self.heads, keep_k=step.prompts is not None and step.prompts.places is None
-        )
-        v = qkv.view(x.shape[0], -1, self.head_dim)[:, self.heads + self.kv_heads :]
-        out = attend(q, k, v, keys, values, step, scale=self.scale, window=self.window, backend=self.backend).flatten(1)
+        q = kernels.rope_and_store(qkv, norms, cos, sin, step.slots, keys, values, heads=self.heads)
+        out = attend(q, step, self.layer_idx, self.scale, self.window).flatten(1)
         if is_vector:
             x = _matvec(out, self.o_proj, residual=x)
             out = _matvec(x, self.gate_up_proj, norm=self.mlp_norm, glu=True)
@@ -135,14 +126,14 @@ class Fusion:
         return f"{self.layers} layers and {self.norms} norms fused" + (f"; {left}" if left else "")
 
 
-def fuse(model: nn.Module, backend: str) -> Fusion:
-    """Exchange what can be exchanged in a loaded `model`, in place. `backend`: a name of attention.BACKENDS."""
+def fuse(model: nn.Module) -> Fusion:
+    """Exchange what can be exchanged in a loaded `model`, in place."""
     fusion = Fusion()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             kind = type(child).__name__
             if kind in FUSED and _has_the_anatomy(child):
-                setattr(parent, name, FusedLayer(child, backend))
+                setattr(parent, name, FusedLayer(child))
                 fusion.layers += 1
             elif kind.endswith("DecoderLayer"):
                 fusion.left[kind] = fusion.left.get(kind, 0) + 1

@@ -33,7 +33,7 @@ def split_count(rows: int, kv_heads: int, max_context: int, processors: int) -> 
     return 1 << (min(wanted, possible).bit_length() - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_stride", "table_stride"])
 def _attend_split(
     q_ptr,
     k_ptr,
