@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,11 +96,16 @@ def _joined(parent: Any, *names: str) -> nn.Linear:
     return joined
 
 
+def is_plain(linear: Any) -> bool:
+    """Whether it is a product with a matrix and nothing else: no bias, no quantized weight."""
+    return type(linear) is nn.Linear and linear.bias is None and type(linear.weight) is nn.Parameter
+
+
 def _matvec(
     x: torch.Tensor, linear: nn.Linear, *, norm: FusedRMSNorm | None = None, residual: torch.Tensor | None = None, glu: bool = False
 ) -> torch.Tensor:
     """One token through `linear`, by our kernel where its weight is a plain matrix without a bias."""
-    if linear.bias is None and type(linear.weight) is nn.Parameter:
+    if is_plain(linear):
         return kernels.matvec(x, linear.weight, norm=(norm.weight, norm.eps) if norm else None, residual=residual, glu=glu)
     out = F.linear(norm(x) if norm else x, linear.weight, linear.bias)
     out = kernels.swiglu(out) if glu else out
@@ -108,7 +114,7 @@ def _matvec(
 
 def _add_product(x: torch.Tensor, y: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """`x` plus `y` through `linear`; `x` is overwritten where the product can be added to it in place."""
-    if linear.bias is None and type(linear.weight) is nn.Parameter:
+    if is_plain(linear):
         return x.addmm_(y, linear.weight.T)
     return x + linear(y)
 
@@ -129,20 +135,23 @@ class Fusion:
 def fuse(model: nn.Module) -> Fusion:
     """Exchange what can be exchanged in a loaded `model`, in place."""
     fusion = Fusion()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            kind = type(child).__name__
-            if kind in FUSED and _has_the_anatomy(child):
-                setattr(parent, name, FusedLayer(child))
-                fusion.layers += 1
-            elif kind.endswith("DecoderLayer"):
-                fusion.left[kind] = fusion.left.get(kind, 0) + 1
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ in NORMS and not isinstance(parent, FusedLayer):
-                setattr(parent, name, FusedRMSNorm(child))
-                fusion.norms += 1
+    for name, parent in _places(model, lambda child: type(child).__name__.endswith("DecoderLayer")):
+        layer = getattr(parent, name)
+        kind = type(layer).__name__
+        if kind in FUSED and _has_the_anatomy(layer):
+            setattr(parent, name, FusedLayer(layer))
+            fusion.layers += 1
+        else:
+            fusion.left[kind] = fusion.left.get(kind, 0) + 1
+    for name, parent in _places(model, lambda child: type(child).__name__ in NORMS):
+        setattr(parent, name, FusedRMSNorm(getattr(parent, name)))
+        fusion.norms += 1
     return fusion
+
+
+def _places(model: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """Where the modules are that are meant, as name and parent: nothing holds the modules themselves, so their weights can go."""
+    return [(name, parent) for parent in model.modules() for name, child in parent.named_children() if is_meant(child)]
 
 
 def _has_the_anatomy(layer: Any) -> bool:

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 
 from stages.ar.attention import BACKENDS, Step
+from stages.ar.cuda import kernels
 from stages.ar.cuda.attention import Plan, attend, choose_prompt_backend, cudnn_refusal, has_flash_attn, plan_prompts
 from stages.ar.cuda.graphs import DecodeGraphs, Inputs, Outputs, buckets
-from stages.ar.cuda.layers import Fusion, fuse
+from stages.ar.cuda.layers import Fusion, fuse, is_plain
 from stages.ar.cuda.paged import split_count
 from stages.ar.kv import head_dim, kv_heads
 from stages.ar.runner import Batch, Result, Runner, follow
 
 BACKENDS["cuda"] = attend
+CHECKED = 16  # rows of the passes before `prepare`, at most
+HOST_BOUND_ROPE = {"dynamic", "longrope"}  # transformers looks at the positions on the host
 
 
 class CudaRunner(Runner):
@@ -41,10 +44,8 @@ class CudaRunner(Runner):
         **parts: Any,
     ) -> None:
         """
-        Args:
-            attention: "auto", or one of attention.BACKENDS, for prompts.
-            has_graphs, is_fused: off to compare with.
-            parts: see Runner.
+        `attention`: "auto", or one of attention.BACKENDS, for prompts; `has_graphs` and `is_fused` off: to compare with; `parts`: see Runner.
+
         Raises:
             ConfigError: the model has something that this runner does not, or `attention` can not run here.
         """
@@ -66,10 +67,11 @@ class CudaRunner(Runner):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._max_context = getattr(self.config, "max_position_embeddings", 0) or 8192
         self._graphs: DecodeGraphs | None = None
+        self._graph_refusal = "not captured yet"
         # Two turns: a pass is begun before the one before it is read.
-        self._found = [torch.zeros(1, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self._found = [torch.zeros(CHECKED, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self._turn = 0
-        self._likeliest = torch.zeros(1, dtype=torch.int64, device=device)
+        self._likeliest = torch.zeros(CHECKED, dtype=torch.int64, device=device)
 
     def exchange(self) -> None:
         if self._is_fused:
@@ -79,7 +81,8 @@ class CudaRunner(Runner):
         self._max_context = max_context
         self._likeliest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)
         self._found = [torch.zeros(max_sequences, dtype=torch.int64, pin_memory=True) for _ in range(2)]
-        if self._has_graphs:
+        self._graph_refusal = graph_refusal(self.config) if self._has_graphs else "not asked for"
+        if not self._graph_refusal:
             graphs = DecodeGraphs(position_dims=self.position_dims, max_blocks=-(-max_context // self.store.block_size), device=self.device)
             with torch.inference_mode():
                 graphs.capture(buckets(max_sequences), self._decode_rows, self._progress)
@@ -91,7 +94,7 @@ class CudaRunner(Runner):
         return {
             "attention": f"paged (triton) for decoding, {self.prompt_backend.name} for prompts ({self.prompt_backend.why})",
             "layers": str(self.fusion),
-            "graphs": f"for {', '.join(map(str, graphs))} rows" if graphs else "none",
+            "graphs": f"for {', '.join(map(str, graphs))} rows" if graphs else f"none: {self._graph_refusal}",
         }
 
     @torch.inference_mode()
@@ -113,6 +116,11 @@ class CudaRunner(Runner):
             return found.tolist()
 
         return Result(logits, hidden, likeliest)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) == 1 and self._soft_cap is None and is_plain(self.head):
+            return kernels.matvec(hidden, self.head.weight)
+        return super().logits(hidden)
 
     def _packed(self, batch: Batch) -> Outputs:
         """A pass with prompts in it, kernel by kernel."""
@@ -152,3 +160,13 @@ class CudaRunner(Runner):
         logits = self.logits(hidden)
         self._likeliest[:rows] = logits.argmax(-1)
         return logits, hidden
+
+
+def graph_refusal(config: Any) -> str:
+    """Why a model with this config can not be captured, empty when it can: what its modules ask the device for in the middle of a pass."""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in HOST_BOUND_ROPE:
+        return f'rope of type "{rope}" looks at positions on the host'
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        return "experts are chosen on the host"
+    return ""

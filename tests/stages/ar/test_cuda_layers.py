@@ -17,22 +17,16 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels were 
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from stages.ar.cuda.attention import Prompts, Step, choose_prompt_backend  # noqa: E402
+from stages.ar.attention import Prefill, Step  # noqa: E402
+from stages.ar.cuda.attention import Plan, choose_prompt_backend, plan_prompts  # noqa: E402
 from stages.ar.cuda.layers import fuse  # noqa: E402
+from stages.ar.kv import KVStore  # noqa: E402
 from streamrt import ConfigError  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 8
 
 pytestmark = pytest.mark.slow
-
-
-class Memory:
-    """Keys and values of every layer, as the engine has them."""
-
-    def __init__(self, config, blocks: int) -> None:
-        shape = (config.num_hidden_layers, blocks, BLOCK, config.num_key_value_heads, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, device=DEVICE), torch.zeros(shape, device=DEVICE)
 
 
 def tiny(kind: str):
@@ -46,62 +40,70 @@ def tiny(kind: str):
     return model.to(DEVICE)
 
 
-def run(model, memory, tokens, positions, step) -> torch.Tensor:
-    ids, places = torch.tensor([tokens], device=DEVICE), torch.tensor([positions], device=DEVICE)
-    return model(input_ids=ids, position_ids=places, use_cache=False, kv=memory, step=step).logits[0]
-
-
 def not_called(*args, **kwargs):
     raise AssertionError("a fused layer calls its own attention")
 
 
-def prompts(query_lens, key_lens, places=None) -> Prompts:
-    def starts(lengths):
-        return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+def memory_of(config, blocks: int) -> KVStore:
+    return KVStore(
+        layers=config.num_hidden_layers,
+        blocks=blocks,
+        block_size=BLOCK,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
 
-    return Prompts(starts(query_lens), starts(key_lens), query_lens, key_lens, places)
+
+def run(model, memory, tokens, positions, slots, rows=(), prefills=(), splits=1) -> torch.Tensor:
+    """Logits of a packed step; rows: (block table, context length) of each that decodes."""
+    tables = torch.tensor([table for table, _ in rows], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([length for _, length in rows], dtype=torch.int32, device=DEVICE)
+    plan = Plan("sdpa", splits, plan_prompts(prefills, BLOCK, torch.device(DEVICE)))
+    step = Step(memory, torch.tensor(slots, device=DEVICE), len(rows), tables, lengths, prefills, plan)
+    ids, places = torch.tensor([tokens], device=DEVICE), torch.tensor([positions], device=DEVICE)
+    return model(input_ids=ids, position_ids=places, use_cache=False, step=step).logits[0]
+
+
+def prefill(start, end, context, blocks) -> Prefill:
+    return Prefill(start, end, context, torch.tensor(blocks, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral"])
 def test_a_fused_model_gives_the_logits_of_the_one_it_was_made_from(kind):
     plain = tiny(kind)
     fused = copy.deepcopy(plain)
-    fusion = fuse(fused, "sdpa")
+    fusion = fuse(fused)
     assert (fusion.layers, fusion.left) == (2, {})
     AttentionInterface.register("streamrt_test", not_called)  # of a name without a mask function no mask is made
     fused.set_attn_implementation("streamrt_test")
-    first, second = list(range(3, 14)), list(range(20, 29))
-    memory = Memory(plain.config, 8)
-    none = torch.zeros(0, 4, dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([*range(8, 19), *range(32, 41)], device=DEVICE)  # blocks 1, 2 and 4, 5
+    first, second = list(range(3, 14)), list(range(20, 29))  # in blocks 1 and 2, and 4 and 5
+    memory = memory_of(plain.config, 8)
     want = [plain(input_ids=torch.tensor([tokens], device=DEVICE)).logits[0] for tokens in (first, second)]
 
     # 1. two prompts, the first one in two chunks
-    lens = [7, 9]
-    step = Step(torch.cat([slots[:7], slots[11:]]), 0, none, none[:, 0], 1, prompts(lens, lens))
-    got = run(fused, memory, first[:7] + second, [*range(7), *range(9)], step)
+    prefills = (prefill(0, 7, 7, [1]), prefill(7, 16, 9, [4, 5]))
+    got = run(fused, memory, first[:7] + second, [*range(7), *range(9)], [*range(8, 15), *range(32, 41)], (), prefills)
     torch.testing.assert_close(got[:7], want[0][:7], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(got[7:], want[1], atol=1e-3, rtol=1e-3)
 
     # 2. one decodes beside the other's second chunk
-    tables = torch.tensor([[4, 5, 0, 0], [1, 2, 0, 0]], dtype=torch.int32, device=DEVICE)
-    lengths = torch.tensor([10, 12], dtype=torch.int32, device=DEVICE)
-    step = Step(torch.cat([torch.tensor([41], device=DEVICE), slots[7:11]]), 1, tables[:1], lengths[:1], 2, prompts([4], [11], slots[:11]))
-    got = run(fused, memory, [33, *first[7:]], [9, *range(7, 11)], step)
+    prefills = (prefill(1, 5, 11, [1, 2]),)
+    got = run(fused, memory, [33, *first[7:]], [9, *range(7, 11)], [41, *range(15, 19)], [([4, 5], 10)], prefills, splits=2)
     torch.testing.assert_close(got[1:], want[0][7:], atol=1e-3, rtol=1e-3)
     want_second = plain(input_ids=torch.tensor([[*second, 33]], device=DEVICE)).logits[0, -1]
     torch.testing.assert_close(got[0], want_second, atol=1e-3, rtol=1e-3)
 
     # 3. one row alone, which takes another path through the products
-    step = Step(torch.tensor([19], device=DEVICE), 1, tables[1:], lengths[1:], 1)
-    got = run(fused, memory, [44], [11], step)
+    got = run(fused, memory, [44], [11], [19], [([1, 2], 12)])
     want_first = plain(input_ids=torch.tensor([[*first, 44]], device=DEVICE)).logits[0, -1]
     torch.testing.assert_close(got[0], want_first, atol=1e-3, rtol=1e-3)
 
 
 def test_layers_of_other_anatomy_are_left_and_named():
     config = AutoConfig.for_model("olmo2", vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-    fusion = fuse(AutoModelForCausalLM.from_config(config), "sdpa")
+    fusion = fuse(AutoModelForCausalLM.from_config(config))
     assert fusion.layers == 0
     assert fusion.left == {"Olmo2DecoderLayer": 2}
 
