@@ -106,7 +106,8 @@ class DecodeGraphs:
                     run(words.inputs)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads of the process may call the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = run(words.inputs)
             self._pool = self._pool or graph.pool()
             self._graphs[rows] = graph, words, outputs
