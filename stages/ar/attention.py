@@ -181,7 +181,10 @@ def _cpu(query: torch.Tensor, step: Step, layer: int, scale: float, window: int 
         result[n] = out.reshape(heads, dim)
     for n, (prefill, run) in enumerate(zip(step.prefills, plan.prefills, strict=True)):
         queries = prefill.end - prefill.start
-        k, v = run.of(keys, None if window is None else window + queries - 1), run.of(values, None if window is None else window + queries - 1)
+        k, v = (
+            run.of(keys, None if window is None else window + queries - 1),
+            run.of(values, None if window is None else window + queries - 1),
+        )
         mask = plan.prefill_mask(n, queries, k.shape[2], window)
         q = query[prefill.start : prefill.end].transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups != heads)

@@ -30,10 +30,14 @@ class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
     instructions: str = ""  # the system message of requests that bring none; computed at load
-    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = None  # keys and values of all requests; 1024, or half of what a GPU has free, when left out
+    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = (
+        None  # keys and values of all requests; 1024, or half of what a GPU has free, when left out
+    )
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # tokens; 4 on a CPU and 16 on a GPU when left out
     prefix_cache: bool = True  # prompts that begin alike are computed once
-    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = None  # in one step, and a cancel waits for one; 128 on a CPU, 2048 on a GPU when left out
+    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = (
+        None  # in one step, and a cancel waits for one; 128 on a CPU, 2048 on a GPU when left out
+    )
     max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time; 16 on a CPU and 64 on a GPU when left out
     max_waiting: Annotated[int, Meta(ge=1)] = 256  # sequences that wait for their turn; more are refused
 
