@@ -1,12 +1,13 @@
 """The autoregressive engine beside transformers' own ways to generate, in one run on one thread: throughput as ratios.
 
-    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--http] [--json]
+    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--arms "engine,generate x8"] [--new 96] [--json]
 
 engine        stages.ar: 8 requests, one arrives every second step
 generate x8   `generate` of all 8 as one batch that begins at once
 generate x1   `generate` of one after the other
 continuous    transformers' continuous batching of all 8 at once, without shared blocks
-http          `streamrt up` with the engine on one thread, 8 chat requests that stream over HTTP (--http, SmolLM2 only)
+http          `streamrt up` with the engine on one thread, 8 chat requests that stream over HTTP, each when the one before has begun to
+              speak (SmolLM2 only, and only when it is asked for)
 
 Greedy, float32, the same prompts in all arms, new ones in each round, so that no cache helps; the arms of a round are shuffled. The median of
 the rounds' ratios counts. `join`: steps from a request's arrival to its first token. `prefix`: first token of a 512-token prompt, cold / warm.
@@ -20,6 +21,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -38,7 +40,8 @@ from stages.ar.engine import Engine
 from stages.ar.params import Sampling
 from stages.ar.runner import Runner
 
-REQUESTS, PROMPT, NEW = 8, 48, 48
+REQUESTS, PROMPT = 8, 64
+ARMS = ("engine", "generate x8", "generate x1", "continuous")
 # ratio -> arms above, below; pass, stretch
 TARGETS = {
     "engine / generate x8": ("engine", "generate x8", 1.0, 1.1),
@@ -67,13 +70,15 @@ def model_smollm2() -> Any:
     return AutoModelForCausalLM.from_pretrained(weights.fetch("weights:smollm2-135m-instruct"), dtype=torch.float32).eval()
 
 
+Arm = Callable[[list[list[int]]], None]
 MODELS: dict[str, Callable[[], Any]] = {"30m": model_30m, "smollm2": model_smollm2}
 
 
 class Bench:
     """One model in all arms. The engine has its own copy, as it changes how attention is done."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, new: int) -> None:
+        self.new = new
         self.plain = MODELS[name]()
         self.plain.generation_config.eos_token_id = None
         self.engine = Engine(
@@ -94,18 +99,26 @@ class Bench:
                 made = len(advance.job.tokens) - PROMPT
                 if made == 1:
                     self.joins.append(step - arrived[advance.job] + 1)
-                if made == NEW:
+                if made == self.new:
                     engine.remove(advance.job)
                     left -= 1
             step += 1
 
     def arm_generate_x8(self, prompts: list[list[int]]) -> None:
         ids = torch.tensor(prompts)
-        self.plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
+        self.plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=self.new, min_new_tokens=self.new)
 
     def arm_generate_x1(self, prompts: list[list[int]]) -> None:
         for prompt in prompts:
             self.arm_generate_x8([prompt])
+
+    def arms(self) -> dict[str, Arm]:
+        return {
+            "engine": self.arm_engine,
+            "generate x8": self.arm_generate_x8,
+            "generate x1": self.arm_generate_x1,
+            "continuous": self.arm_continuous,
+        }
 
     def arm_continuous(self, prompts: list[list[int]]) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -113,10 +126,10 @@ class Bench:
         self.plain.set_attn_implementation("sdpa")
         done = self.plain.generate_batch(
             prompts,
-            GenerationConfig(do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0),
+            GenerationConfig(do_sample=False, max_new_tokens=self.new, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(num_blocks=64, page_size=32, max_batch_tokens=512, allow_block_sharing=False),
         )
-        assert all(len(out.generated_tokens) == NEW for out in done.values())
+        assert all(len(out.generated_tokens) == self.new for out in done.values())
 
     def first_token_s(self, prompt: list[int]) -> float:
         began = time.perf_counter()
@@ -129,29 +142,24 @@ class Bench:
         return took
 
 
-def rate(arm: Callable[[list[list[int]]], None], prompts: list[list[int]]) -> float:
+def rate(arm: Arm, prompts: list[list[int]], new: int) -> float:
     """Tokens per second."""
     began = time.perf_counter()
     arm(prompts)
-    return len(prompts) * NEW / (time.perf_counter() - began)
+    return len(prompts) * new / (time.perf_counter() - began)
 
 
-def measure(name: str, pairs: int, http: Http | None) -> dict[str, Any]:
-    bench, dice = Bench(name), random.Random(0)
+def measure(name: str, pairs: int, new: int, chosen: list[str], http: Http | None) -> dict[str, Any]:
+    bench, dice = Bench(name, new), random.Random(0)
 
     def prompts(length: int = PROMPT, count: int = REQUESTS) -> list[list[int]]:
         return [[dice.randrange(100, 8000) for _ in range(length)] for _ in range(count)]
 
-    arms: dict[str, Callable[[list[list[int]]], None]] = {
-        "engine": bench.arm_engine,
-        "generate x8": bench.arm_generate_x8,
-        "generate x1": bench.arm_generate_x1,
-        "continuous": bench.arm_continuous,
-    }
+    arms = {arm: run for arm, run in bench.arms().items() if arm in chosen}
     if http is not None:
         arms["http"] = http.arm
     for arm in arms.values():  # the first pass is slow
-        arm(prompts(count=2) if arm != bench.arm_continuous else prompts(count=1))
+        arm(prompts(count=1))
     rates: dict[str, list[float]] = {arm: [] for arm in arms}
     bench.joins.clear()
     for _ in range(pairs):
@@ -161,7 +169,8 @@ def measure(name: str, pairs: int, http: Http | None) -> dict[str, Any]:
         for arm in order:
             if arm == "engine":
                 bench.engine.pool.invalidate()
-            rates[arm].append(rate(arms[arm], same))
+            # One after the other, the first two of them are as fast as all.
+            rates[arm].append(rate(arms[arm], same[:2] if arm == "generate x1" else same, new))
     cold, warm = [], []
     for _ in range(pairs):
         (beginning,) = prompts(500, 1)
@@ -173,9 +182,9 @@ def measure(name: str, pairs: int, http: Http | None) -> dict[str, Any]:
         "ratios": {
             ratio: statistics.median(a / b for a, b in zip(rates[above], rates[below], strict=True))
             for ratio, (above, below, _, _) in TARGETS.items()
-            if above in rates
+            if above in rates and below in rates
         },
-        "join_steps": max(bench.joins),
+        "join_steps": max(bench.joins, default=0),
         "prefix": {
             "cold_ms": statistics.median(cold) * 1000,
             "warm_ms": statistics.median(warm) * 1000,
@@ -187,14 +196,15 @@ def measure(name: str, pairs: int, http: Http | None) -> dict[str, Any]:
 class Http:
     """A pipeline of SmolLM2 alone, and its clients."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, new: int) -> None:
+        self.new = new
         from tests.pipelines import start
 
         os.environ["STREAMRT_RUN_ROOT"], os.environ["STREAMRT_LOG_ROOT"] = f"{folder}/run", f"{folder}/log"
         path = Path(folder) / "pipeline.toml"
         path.write_text(
             '[pipeline]\nname = "bench-ar"\n[gateway]\nport = 0\n[[stage]]\nname = "llm"\nuse = "ar.causal_lm"\n[stage.args]\n'
-            f'model = "weights:smollm2-135m-instruct"\ndtype = "float32"\nmax_tokens = {NEW}\nprefix_cache = false\n[deploy.llm]\nthreads = 1\n'
+            f'model = "weights:smollm2-135m-instruct"\ndtype = "float32"\nmax_tokens = {new}\nprefix_cache = false\n[deploy.llm]\nthreads = 1\n'
         )
         self.running = start(path)
 
@@ -204,47 +214,53 @@ class Http:
     async def _all(self, prompts: list[list[int]]) -> None:
         import aiohttp
 
+        turns = [asyncio.Event() for _ in range(len(prompts) + 1)]
+        turns[0].set()
         async with aiohttp.ClientSession() as session:
-            await asyncio.gather(*(self._one(session, prompt, n) for n, prompt in enumerate(prompts)))
+            await asyncio.gather(*(self._one(session, prompt, *turns[n : n + 2]) for n, prompt in enumerate(prompts)))
 
-    async def _one(self, session: Any, prompt: list[int], n: int) -> None:
+    async def _one(self, session: Any, prompt: list[int], turn: asyncio.Event, following: asyncio.Event) -> None:
+        await turn.wait()
         # Text of about as many tokens, whose reply goes on to the end.
         text = f"Count slowly from {prompt[0]} to {prompt[0] + 500}, one number after the other, all of them."
-        body = {"model": "default", "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": NEW,
+        body = {"model": "default", "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": self.new,
                 "temperature": 0, "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
         made = 0
         async with session.post(f"{self.running.url}/v1/chat/completions", json=body) as response:
             response.raise_for_status()
             async for line in response.content:
                 if line.startswith(b"data: {"):
+                    following.set()
                     usage = json.loads(line[6:]).get("usage")
                     made = usage["completion_tokens"] if usage else made
-        if made != NEW:
-            raise RuntimeError(f"a reply has {made} tokens, expected {NEW}")
+        if made != self.new:
+            raise RuntimeError(f"a reply has {made} tokens, expected {self.new}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--http", action="store_true")
+    parser.add_argument("--arms", default=",".join(ARMS), help='"http" too, for SmolLM2')
+    parser.add_argument("--new", type=int, default=96, help="tokens of each reply")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = options.models.split(",")
     results = {}
     with tempfile.TemporaryDirectory(prefix="srt-") as folder:
-        http = Http(folder) if options.http else None
+        chosen = options.arms.split(",")
+        http = Http(folder, options.new) if "http" in chosen else None
         try:
             for name in names:
-                results[name] = measure(name, options.pairs, http if name == "smollm2" else None)
+                results[name] = measure(name, options.pairs, options.new, chosen, http if name == "smollm2" else None)
         finally:
             if http is not None:
                 http.running.down()
     about = {
         "machine": f"{len(os.sched_getaffinity(0))} CPUs, {_cpu()}, Python {platform.python_version()}, torch {torch.__version__}",
-        "command": "python " + " ".join(["tests/perf/bench_ar.py", *sys.argv[1:]]),
-        "load": f"{REQUESTS} requests, {PROMPT} tokens in, {NEW} out, greedy, float32, 1 thread",
+        "command": "python " + shlex.join(["tests/perf/bench_ar.py", *sys.argv[1:]]),
+        "load": f"{REQUESTS} requests, {PROMPT} tokens in, {options.new} out, greedy, float32, 1 thread",
     }
     if options.json:
         print(json.dumps({**about, "models": results}))

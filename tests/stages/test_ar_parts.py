@@ -115,12 +115,12 @@ class TestSampler:
         assert self.kept(Sampling(), 0.1, 0.5, 0.4) == [0, 1, 2]
 
     def test_frequencies_follow_the_logits(self) -> None:
-        from stages.ar.sampler import Sampler
+        from stages.ar.sampler import Row, sample
 
-        sampler = Sampler(Sampling(temperature=1.0, seed=5), [], self.torch.device("cpu"))
-        logits = self.torch.tensor([0.7, 0.2, 0.1]).log()
+        rows = [Row(Sampling(temperature=1.0, seed=5), [], device=self.torch.device("cpu"))]
+        logits = self.torch.tensor([[0.7, 0.2, 0.1]]).log()
         counts = [0, 0, 0]
         for _ in range(2000):
-            counts[sampler(logits)] += 1
+            counts[sample(logits, rows)[0].token] += 1
         assert counts[0] == pytest.approx(1400, abs=100)
         assert counts[2] == pytest.approx(200, abs=60)

@@ -37,7 +37,10 @@ def save(family: str, folder: Path) -> None:
         make = {
             "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)),
             "smollm": lambda: tf.LlamaForCausalLM(
-                tf.LlamaConfig(**{**SMALL, "num_attention_heads": 9, "num_key_value_heads": 3}, tie_word_embeddings=True)
+                tf.LlamaConfig(
+                    **{**SMALL, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
+                    tie_word_embeddings=True,
+                )
             ),
             "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL)),
             "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SMALL, **MOE)),

@@ -45,14 +45,14 @@ class Case:
 
 
 def mixed(count: int, dice: random.Random) -> list[Case]:
-    """Prompts of 1 to 70 tokens, many of which begin alike; arrivals over 40 steps; every eighth is cancelled."""
+    """Prompts of 1 to 70 tokens, half of which begin alike; arrivals over up to 40 steps; every eighth is cancelled."""
     beginnings = [[dice.randrange(20, 140) for _ in range(length)] for length in (9, 24, 40)]
     cases = []
     for n in range(count):
         start = dice.choice(beginnings) if n % 2 else []
         prompt = start + [dice.randrange(20, 140) for _ in range(dice.choice([1, 3, 8, 17, 30]))]
-        arrives = dice.randrange(40)
-        cases.append(Case(prompt, dice.randrange(4, 24), arrives, arrives + dice.randrange(12) if n % 8 == 5 else None))
+        arrives = dice.randrange(min(40, 2 * count))
+        cases.append(Case(prompt, dice.randrange(16, 48), arrives, arrives + dice.randrange(12) if n % 8 == 5 else None))
     return cases
 
 
@@ -125,21 +125,23 @@ def assert_equal(model: Any, family: str, case: Case) -> None:
         assert (case.logits[-1] - reference_logits(model, family, case.prompt + ours[:-1])).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_thirty_two_mixed_requests_say_what_generate_says(checkpoint: Any, family: str) -> None:
+def test_mixed_requests_say_what_generate_says(checkpoint: Any, family: str, count: int) -> None:
     folder = checkpoint(family)
-    # 40 blocks of 4 tokens are less than four of the longest requests: many are preempted.
-    engine = families.engine(families.runner(family, folder), blocks=41, max_context=128)
-    cases = mixed(32, random.Random(family))
+    # Blocks for 128 tokens are little more than the longest request needs: many are preempted.
+    engine = families.engine(families.runner(family, folder), blocks=33, max_context=128)
+    cases = mixed(count, random.Random(count))
     serve(engine, cases)
-    assert engine.scheduler.preemptions > 3
-    assert engine.pool.stats.hits > 10
+    assert engine.scheduler.preemptions >= count // 8
+    assert engine.pool.stats.hits >= count // 2
     assert engine.pool.held == 0
     reference = families.read(family, folder)
     for case in cases:
         assert_equal(reference, family, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_without_the_prefix_cache_and_in_large_steps_too(checkpoint: Any, family: str) -> None:
     folder = checkpoint(family)
