@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str  # weights:NAME, a folder with safetensors, a GGUF file, a hub id in the local cache, random:config.json
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"  # auto: bfloat16 where there is hardware for it, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8"] = (
+        "auto"  # auto: bfloat16 where there is hardware for it, else float32
+    )
     attn: Literal["sdpa", "eager"] = "sdpa"
     max_tokens: Annotated[int, Meta(ge=1)] = 256  # of a reply: the default and the most
     max_context: Annotated[int, Meta(ge=16)] | None = None  # tokens of prompt and reply; the model's own limit, at most 8192, when left out
@@ -40,6 +42,8 @@ class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time; 16 on a CPU and 64 on a GPU when left out
     max_waiting: Annotated[int, Meta(ge=1)] = 256  # sequences that wait for their turn; more are refused
+    prompt_attention: Literal["auto", "flash_attn", "cudnn", "flash", "sdpa"] = "auto"  # on a GPU; auto: the fastest that can run there
+    cuda_graphs: bool = True  # decode under CUDA graphs where the model can be captured
 
 
 class CausalLM(EngineStage):
@@ -69,10 +73,10 @@ class CausalLM(EngineStage):
         )
         # 2. the engine around it
         from stages.ar.engine import Engine
-        from stages.ar.runner import Runner
         from stages.ar.text_engine import TextEngine
 
-        runner = Runner(model)
+        runner = self._runner(model)
+        self._choices = runner.describe()
         core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
@@ -83,6 +87,18 @@ class CausalLM(EngineStage):
             engine.step()
         return engine
 
+    def _runner(self, model: Any) -> Runner:
+        args, context = self.args, self.context
+        if context.device == "cpu":
+            from stages.ar.runner import Runner
+
+            return Runner(model)
+        from stages.ar.cuda.runner import CudaRunner
+
+        weights: Any = self._dtype if self._dtype in ("int8", "float8") else None
+        runner = CudaRunner(model, attention=args.prompt_attention, weights=weights, has_graphs=args.cuda_graphs, progress=context.progress)
+        return runner
+
     def parse(self, request: Request) -> Generation:
         args = self.args
         defaults = Sampling(args.temperature, args.top_p, args.top_k, repetition_penalty=args.repetition_penalty)
@@ -92,7 +108,7 @@ class CausalLM(EngineStage):
         name = self.args.model.removeprefix("weights:")
         if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
             name = Path(name).name.removesuffix(".gguf")
-        return {"model": name, "dtype": self._dtype}
+        return {"model": name, "dtype": self._dtype, **self._choices}
 
     def state(self) -> dict[str, Any]:
         engine: TextEngine = self.host.engine  # type: ignore[assignment]

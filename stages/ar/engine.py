@@ -153,7 +153,7 @@ class Engine:
         """
         runner.allocate(blocks, block_size)
         runner.check()
-        runner.prepare(max_sequences=max_sequences, max_context=max_context)
+        runner.prepare(max_tokens=max_tokens, max_sequences=max_sequences, max_context=max_context)
         self.runner = runner
         self.pool = BlockPool(blocks, block_size, caches=caches)
         self.scheduler: Scheduler[Job] = Scheduler(

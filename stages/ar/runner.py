@@ -86,6 +86,7 @@ class Runner:
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         self._step: Step | None = None
         self._likeliest = torch.zeros(0, dtype=torch.int64)  # of the last pass
+        self.tolerance = 1e-3 if self.dtype == torch.float32 else 0.1  # of `check`, relative to the largest logit
         self._reference = self._own_logits(is_whole=inner is None and head is None)
         self.exchange()
         for layer in row_layers:
@@ -96,8 +97,12 @@ class Runner:
     def exchange(self) -> None:
         """Put other modules in the place of the model's that do the same. Before anything is hooked to them; `check` compares afterwards."""
 
-    def prepare(self, *, max_sequences: int, max_context: int) -> None:
-        """Whatever the first steps would wait for. Once, after `check`."""
+    def prepare(self, *, max_tokens: int, max_sequences: int, max_context: int) -> None:
+        """Whatever the first steps would wait for; see Engine for what they hold. Once, after `check`."""
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen by what the device can do, in words."""
+        return {}
 
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make the store. Once, before the first pass."""
@@ -182,7 +187,7 @@ class Runner:
             at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks),), at
         )
         difference = (self.forward(batch).logits.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        if not difference <= (1e-3 if self.dtype == torch.float32 else 0.1):
+        if not difference <= self.tolerance:
             raise ConfigError(
                 f"model: the engine's logits differ from {type(self.model).__name__}'s own by {difference:.1e} of their size",
                 hint="this model does something that stages/ar/runner.py does not know",

@@ -1,6 +1,6 @@
 """An 8B language model on one GPU: milliseconds a token, tokens a second, time to the first token; ours beside plain transformers.
 
-    python tests/perf/bench_ar_gpu.py [--json FILE] [--small] [--bare-graph] [--only SECTION ...] [--skip SECTION ...]
+    python tests/perf/bench_ar_gpu.py [--json FILE] [--small] [--weights int8|float8] [--bare-graph] [--only SECTION ...] [--skip SECTION ...]
 
 Random bfloat16 weights of Qwen3-8B's shape, made on the device; greedy; nothing is downloaded. Figures are medians. Every section stands
 alone: one that fails prints its traceback and the others go on. docs/performance.md has the figures.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import statistics
 import sys
@@ -116,8 +117,12 @@ def tokens(count: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def plain_reference(model: Any) -> torch.Tensor:
-    """(200, vocabulary) logits of a prompt, to compare with."""
-    return model(input_ids=torch.tensor([tokens(200, 1)], device="cuda"), use_cache=False).logits[0].float()
+    """(200, vocabulary) logits of a prompt in float32, to compare with; what plain bfloat16 is off is reported."""
+    ids = torch.tensor([tokens(200, 1)], device="cuda")
+    got = model(input_ids=ids, use_cache=False).logits[0].float()
+    exact: torch.Tensor = copy.deepcopy(model).float()(input_ids=ids, use_cache=False).logits[0]
+    report.add("correct: plain bfloat16 beside float32, relative error", float((got[184:] - exact[184:]).norm() / exact[184:].norm()))
+    return exact
 
 
 @torch.inference_mode()
@@ -164,12 +169,12 @@ def bare_graph(model: Any) -> None:
 # -- ours
 
 
-def make_engine(model: Any) -> Any:
+def make_engine(model: Any, weights: Any) -> Any:
     from stages.ar.cuda.runner import CudaRunner
     from stages.ar.engine import Engine
 
     began = time.perf_counter()
-    runner = CudaRunner(model, progress=lambda text: print(f"    {text}", flush=True))
+    runner = CudaRunner(model, weights=weights, progress=lambda text: print(f"    {text}", flush=True))
     blocks = 64 * 1024 // BLOCK + 1
     engine = Engine(runner, blocks=blocks, block_size=BLOCK, max_tokens=2048, max_sequences=64, max_context=MAX_CONTEXT, revision=b"bench")
     report.add("ours: engine made, graphs captured", time.perf_counter() - began, "s")
@@ -205,7 +210,7 @@ def step_ms(times: list[list[float]]) -> float:
 
 
 def ours_correct(engine: Any, expected: torch.Tensor) -> None:
-    """The engine's logits beside plain transformers', of a prompt in one pass, and token by token under graphs of 1 and of more rows."""
+    """The engine's logits beside plain transformers' in float32, of a prompt in one pass, and token by token under graphs of 1 and of more rows."""
     from stages.ar.attention import Prefill
     from stages.ar.runner import Batch
 
@@ -424,6 +429,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")
     parser.add_argument("--small", action="store_true", help="a small model: to see that everything runs")
+    parser.add_argument("--weights", choices=["int8", "float8"], help="in 8 bits")
     parser.add_argument(
         "--bare-graph", action="store_true", help="the plain modules under a graph, too; a failed capture spoils what follows"
     )
@@ -452,7 +458,8 @@ def main() -> None:
     torch.cuda.reset_peak_memory_stats()
     engine = None
     with section("engine"):
-        engine = make_engine(model)
+        torch.cuda.empty_cache()
+        engine = make_engine(model, args.weights)
     if engine is not None:
         parts: dict[str, Callable[[], None]] = {
             "correct": lambda: ours_correct(engine, expected),

@@ -6,8 +6,8 @@ Knows the layout of a step and of the store, and torch's attention backends. Kno
 
 Rules
 - A backend is chosen once, by what device and dtype can do; its name is logged and described. One that was asked for and can not run is an error.
-- A lone prompt from its beginning goes to cuDNN on Hopper, whose kernel is about twice as fast there; its plans are built for each shape, so only
-  lengths in whole GRANULEs go there. Everything else is one variable-length call for all prompts of the step.
+- A long lone prompt from its beginning goes to cuDNN on Hopper, whose kernel is about twice as fast there at 4,096 tokens. It builds a plan for each
+  shape, in 40 ms, so only lengths in whole GRANULEs go there. Everything else is one variable-length call for all prompts of the step.
 - A prompt's keys and values are gathered from their blocks first: torch's variable-length kernels read no block table before FlashAttention 3.
 """
 
@@ -28,6 +28,7 @@ from streamrt import ConfigError
 
 BACKENDS = ("flash_attn", "cudnn", "flash", "sdpa")
 GRANULE = 512  # tokens
+CUDNN_FROM = 2048  # tokens: below that flash is as fast, and builds no plans
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ def has_flash_attn() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def cudnn_refusal(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
-    """Why cuDNN's attention can not run this shape on the current device; empty when it can. Runs it once."""
-    q = torch.zeros(1, heads, GRANULE, head_dim, dtype=dtype, device="cuda")
-    k = torch.zeros(1, kv_heads, GRANULE, head_dim, dtype=dtype, device="cuda")
+def cudnn_refusal(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why cuDNN's attention can not run these heads on `device`; empty when it can. Runs it once."""
+    q = torch.zeros(1, heads, CUDNN_FROM, head_dim, dtype=dtype, device=device)
+    k = torch.zeros(1, kv_heads, CUDNN_FROM, head_dim, dtype=dtype, device=device)
     try:
         _cudnn(q, k, k, 1.0)
     except RuntimeError as error:  # torch says why in a warning, and that no kernel is left in this
@@ -145,14 +146,8 @@ def _attend_prompts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: Prompts, scale: float, window: int, backend: str
 ) -> torch.Tensor:
     """(query tokens, heads, head_dim); the last query of a chunk sees the last key."""
-    if (
-        backend == "cudnn"
-        and not window
-        and prompts.query_lens == prompts.key_lens
-        and len(q) % GRANULE == 0
-        and len(prompts.query_lens) == 1
-    ):
-        return _cudnn(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale)[0].transpose(0, 1)
+    if backend == "cudnn" and not window and _suits_cudnn(prompts):
+        return _cudnn(_batched(q), _batched(k), _batched(v), scale)[0].transpose(0, 1)
     left = window - 1 if window else -1
     starts = (prompts.query_starts, prompts.key_starts, max(prompts.query_lens), max(prompts.key_lens))
     if backend == "flash_attn":
@@ -165,6 +160,16 @@ def _attend_prompts(
         # What torch.nn.attention.varlen calls; its own arguments are not the same in every version.
         return torch.ops.aten._flash_attention_forward(q, k, v, *starts, 0.0, True, False, scale=scale, **sides)[0]  # noqa: SLF001
     return _sdpa(q, k, v, prompts, scale, window)
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    """(tokens, heads, head_dim) as torch's attention has it: (1, heads, tokens, head_dim)."""
+    return x.transpose(0, 1)[None]
+
+
+def _suits_cudnn(prompts: Prompts) -> bool:
+    size = prompts.query_lens[0]
+    return prompts.key_lens == [size] and size >= CUDNN_FROM and size % GRANULE == 0
 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -181,8 +186,9 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: Prompts, s
         mask = torch.ones(queries, size, dtype=torch.bool, device=q.device).tril(size - queries)
         if window:
             mask = mask.triu(size - queries - window + 1)
+        is_grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (chunk, past, future)), attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            _batched(chunk), _batched(past), _batched(future), attn_mask=mask, scale=scale, enable_gqa=is_grouped
         )
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)

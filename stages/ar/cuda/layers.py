@@ -101,12 +101,23 @@ def is_plain(linear: Any) -> bool:
     return type(linear) is nn.Linear and linear.bias is None and type(linear.weight) is nn.Parameter
 
 
+def weight_and_scales(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """What our kernel reads of `linear`: its weight, or torchao's 8-bit one and a scale for each row. None: something else."""
+    if is_plain(linear):
+        return linear.weight, None
+    scale = getattr(linear.weight, "scale", None)
+    if linear.bias is None and isinstance(scale, torch.Tensor) and scale.numel() == linear.out_features:
+        return linear.weight.qdata, scale.view(-1)
+    return None
+
+
 def _matvec(
     x: torch.Tensor, linear: nn.Linear, *, norm: FusedRMSNorm | None = None, residual: torch.Tensor | None = None, glu: bool = False
 ) -> torch.Tensor:
-    """One token through `linear`, by our kernel where its weight is a plain matrix without a bias."""
-    if is_plain(linear):
-        return kernels.matvec(x, linear.weight, norm=(norm.weight, norm.eps) if norm else None, residual=residual, glu=glu)
+    """One token through `linear`, by our kernel where that can."""
+    if parts := weight_and_scales(linear):
+        weight, scales = parts
+        return kernels.matvec(x, weight, scales=scales, norm=(norm.weight, norm.eps) if norm else None, residual=residual, glu=glu)
     out = F.linear(norm(x) if norm else x, linear.weight, linear.bias)
     out = kernels.swiglu(out) if glu else out
     return out if residual is None else out + residual

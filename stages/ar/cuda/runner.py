@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-from stages.ar.attention import BACKENDS, Step
+from stages.ar.attention import BACKENDS, Prefill, Step
 from stages.ar.cuda import kernels
 from stages.ar.cuda.attention import Plan, attend, choose_prompt_backend, cudnn_refusal, has_flash_attn, plan_prompts
 from stages.ar.cuda.graphs import DecodeGraphs, Inputs, Outputs, buckets
 from stages.ar.cuda.layers import Fusion, fuse, is_plain
 from stages.ar.cuda.paged import split_count
+from stages.ar.cuda.quantize import Kind, quantize
 from stages.ar.kv import head_dim, kv_heads
 from stages.ar.runner import Batch, Result, Runner, follow
 
 BACKENDS["cuda"] = attend
+QUANTIZED_TOLERANCE = 0.4  # of the logits' size: 8 bits of weight are 0.4% (int8) or 2.5% (float8) off in every product
 CHECKED = 16  # rows of the passes before `prepare`, at most
 HOST_BOUND_ROPE = {"dynamic", "longrope"}  # transformers looks at the positions on the host
 
@@ -38,18 +40,20 @@ class CudaRunner(Runner):
         model: Any,
         *,
         attention: str = "auto",
+        weights: Kind | None = None,
         has_graphs: bool = True,
         is_fused: bool = True,
         progress: Callable[[str], None] = lambda _: None,
         **parts: Any,
     ) -> None:
         """
-        `attention`: "auto", or one of attention.BACKENDS, for prompts; `has_graphs` and `is_fused` off: to compare with; `parts`: see Runner.
+        `attention`: "auto", or one of attention.BACKENDS, for prompts; `weights`: in 8 bits, None: as they are; `has_graphs` and `is_fused` off: to
+        compare with; `parts`: see Runner.
 
         Raises:
-            ConfigError: the model has something that this runner does not, or `attention` can not run here.
+            ConfigError: the model has something that this runner does not, or `attention` or `weights` can not be had here.
         """
-        self._is_fused, self._has_graphs, self._progress = is_fused, has_graphs, progress
+        self._is_fused, self._has_graphs, self._progress, self._weights = is_fused, has_graphs, progress, weights
         self.fusion = Fusion()
         super().__init__(model, **parts)
         device = self.device
@@ -62,7 +66,7 @@ class CudaRunner(Runner):
             dtype=self.dtype,
             head_dim=dim,
             has_flash_attn=has_flash_attn(),
-            cudnn_refusal=cudnn_refusal(heads, groups, dim, self.dtype) if is_cudnn_likely else "",
+            cudnn_refusal=cudnn_refusal(heads, groups, dim, self.dtype, device) if is_cudnn_likely else "",
         )
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._max_context = getattr(self.config, "max_position_embeddings", 0) or 8192
@@ -76,22 +80,36 @@ class CudaRunner(Runner):
     def exchange(self) -> None:
         if self._is_fused:
             self.fusion = fuse(self.inner)
+        if self._weights is not None:
+            quantize(self.inner, self._weights, torch.cuda.get_device_capability(self.device))
+            self.tolerance = QUANTIZED_TOLERANCE
 
-    def prepare(self, *, max_sequences: int, max_context: int) -> None:
+    def prepare(self, *, max_tokens: int, max_sequences: int, max_context: int) -> None:
         self._max_context = max_context
         self._likeliest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)
         self._found = [torch.zeros(max_sequences, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self._progress("warming up prompts")
+        for tokens in {min(64, max_context), min(max_tokens, max_context)}:
+            self.forward(self._prompt_of_nothing(tokens))
         self._graph_refusal = graph_refusal(self.config) if self._has_graphs else "not asked for"
         if not self._graph_refusal:
             graphs = DecodeGraphs(position_dims=self.position_dims, max_blocks=-(-max_context // self.store.block_size), device=self.device)
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.cuda.device(self.device):
                 graphs.capture(buckets(max_sequences), self._decode_rows, self._progress)
             self._graphs = graphs
 
+    def _prompt_of_nothing(self, tokens: int) -> Batch:
+        """A prompt that is written to block 0."""
+        zeros, none = torch.zeros(tokens, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+        blocks = torch.zeros(-(-tokens // self.store.block_size), dtype=torch.int32)
+        positions = zeros if self.position_dims == 1 else zeros.expand(self.position_dims, -1)
+        prompt = Prefill(0, tokens, tokens, blocks)
+        return Batch(zeros, positions, zeros, 0, none.view(0, 0), none, (prompt,), torch.tensor([tokens - 1]))
+
     def describe(self) -> dict[str, str]:
-        """What was chosen, in words."""
         graphs = self._graphs.sizes if self._graphs is not None else []
         return {
+            "weights": self._weights or str(self.dtype).removeprefix("torch."),
             "attention": f"paged (triton) for decoding, {self.prompt_backend.name} for prompts ({self.prompt_backend.why})",
             "layers": str(self.fusion),
             "graphs": f"for {', '.join(map(str, graphs))} rows" if graphs else f"none: {self._graph_refusal}",
@@ -100,6 +118,10 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Result:
         """One pass, begun."""
+        with torch.cuda.device(self.device):  # Triton launches on the thread's current one
+            return self._begin(batch)
+
+    def _begin(self, batch: Batch) -> Result:
         if self._graphs is not None and self._graphs.takes(batch):
             logits, hidden = self._graphs.replay(batch)
         else:
