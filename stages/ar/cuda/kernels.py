@@ -5,6 +5,7 @@
     rope_and_store     q, k, v side by side -> rotated q; rotated k and v into the paged cache
     swiglu             gate, up side by side -> silu(gate) * up
     matvec             one row times a weight, with the norm before it and the residual or SwiGLU after it
+    few_rows           a few rows times a weight in 8 bits
 
 Knows tensors. Knows nothing of models; `layers.py` puts these into one.
 
@@ -258,7 +259,7 @@ def matvec(
     """
     n, k = weight.shape
     n = n // 2 if glu else n
-    rows, columns, warps = launch or matvec_launch(n, k, glu)
+    rows, columns, warps = launch or matvec_launch(n, k, glu, weight.element_size())
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     _matvec[(triton.cdiv(n, rows),)](
         x,
@@ -281,15 +282,69 @@ def matvec(
     return out
 
 
-def matvec_launch(n: int, k: int, glu: bool) -> tuple[int, int, int]:
+def matvec_launch(n: int, k: int, glu: bool, itemsize: int) -> tuple[int, int, int]:
     """Rows a program, columns at once, warps: what read weights fastest on an H200, at the shapes of an 8B model (bench_ar_gpu, "product").
 
     Few outputs need wide loads to keep all processors busy; long rows and very many outputs like smaller tiles, of which more are in flight.
+    A tile is as many bytes in 8 bits as in 16.
     """
+    wider = 2 // min(itemsize, 2)
     if glu:
-        return 4, 1024, 4
+        return 4, 1024 * wider, 4
     if n > 32768:
-        return 8, 512, 4
+        return 8, 512 * wider, 4
     if k > 8192:
-        return 4, 512, 4
-    return 2, 2048, 8
+        return 4, 512 * wider, 4
+    return 2, 2048 * wider, 8
+
+
+@triton.jit(do_not_specialize=["m"])
+def _few_rows(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    m,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, ROWS)
+    is_output, is_row = n < N, row < m
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for k0 in range(0, K, COLUMNS):
+        k = k0 + tl.arange(0, COLUMNS)
+        mask = k < K
+        w = tl.load(weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=is_output[:, None] & mask[None, :], other=0.0)
+        x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=is_row[:, None] & mask[None, :], other=0.0)
+        acc += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")  # 8 bits fit into bfloat16
+    acc *= tl.load(scale_ptr + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + row[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+FEW = 64  # rows; more are bound by arithmetic, not by the reading of weights
+
+
+def few_rows(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`x` (m, k), contiguous, m at most FEW, times an int8 or float8 `weight` (n, k) transposed: (m, n). scales: (n,)."""
+    (m, k), n = x.shape, weight.shape[0]
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    outputs = 32 if n <= 8192 else 64
+    _few_rows[(triton.cdiv(n, outputs),)](
+        x,
+        weight,
+        scales,
+        out,
+        m,
+        N=n,
+        K=k,
+        ROWS=max(triton.next_power_of_2(m), 16),  # a matrix instruction's smallest side
+        OUTPUTS=outputs,
+        COLUMNS=128,
+        num_warps=4,
+        num_stages=4,
+    )
+    return out

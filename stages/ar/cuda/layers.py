@@ -9,7 +9,7 @@ Rules
 - Only classes that are named here are exchanged, each checked for the parts it must have; what is not stays as it is, and `Fusion` says so.
 - The weights are moved, not copied: q, k and v become one matrix, gate and up another, and the old ones are freed layer by layer.
 - One token at a time is bound by the reading of weights: then each product is a kernel of ours, with the norm and the residual in it.
-  More tokens are cuBLAS's.
+  More tokens are cuBLAS's, or for weights in 8 bits a kernel of ours while they are few.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class FusedLayer(nn.Module):
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm and self.k_norm else None
         is_vector = x.shape[0] == 1
 
-        qkv = _matvec(x, self.qkv_proj, norm=self.input_norm) if is_vector else self.qkv_proj(self.input_norm(x))
+        qkv = _matvec(x, self.qkv_proj, norm=self.input_norm) if is_vector else _product(self.input_norm(x), self.qkv_proj)
         q = kernels.rope_and_store(qkv, norms, cos, sin, step.slots, keys, values, heads=self.heads)
         out = attend(q, step, self.layer_idx, self.scale, self.window).flatten(1)
         if is_vector:
             x = _matvec(out, self.o_proj, residual=x)
             out = _matvec(x, self.gate_up_proj, norm=self.mlp_norm, glu=True)
             return _matvec(out, self.down_proj, residual=x)[None]
-        x, normed = kernels.add_rms_norm(x, self.o_proj(out), self.mlp_norm.weight, self.mlp_norm.eps)
-        return _add_product(x, kernels.swiglu(self.gate_up_proj(normed)), self.down_proj)[None]
+        x, normed = kernels.add_rms_norm(x, _product(out, self.o_proj), self.mlp_norm.weight, self.mlp_norm.eps)
+        return _add_product(x, kernels.swiglu(_product(normed, self.gate_up_proj)), self.down_proj)[None]
 
 
 def _joined(parent: Any, *names: str) -> nn.Linear:
@@ -127,7 +127,15 @@ def _add_product(x: torch.Tensor, y: torch.Tensor, linear: nn.Linear) -> torch.T
     """`x` plus `y` through `linear`; `x` is overwritten where the product can be added to it in place."""
     if is_plain(linear):
         return x.addmm_(y, linear.weight.T)
-    return x + linear(y)
+    return x + _product(y, linear)
+
+
+def _product(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """`x` through `linear`: few rows by our kernel where the weight has 8 bits, which torchao would bring to 16 first."""
+    if len(x) <= kernels.FEW and (parts := weight_and_scales(linear)) and parts[1] is not None:
+        return kernels.few_rows(x, parts[0], parts[1])
+    out: torch.Tensor = linear(x)
+    return out
 
 
 @dataclass

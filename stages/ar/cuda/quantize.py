@@ -1,6 +1,6 @@
 """Weights in 8 bits, by torchao: half as much to read for each token.
 
-Knows torchao. `layers.py` reads what it makes for a token alone; more tokens are torchao's own products.
+Knows torchao. `layers.py` reads what it makes with our kernels while tokens are few; many tokens are torchao's own products.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_weights_in_8_bits_are_close_for_one_row_and_for_more(weights):
     pytest.importorskip("torchao", reason="torchao is not installed")
     from torch.nn import functional as F
 
-    from stages.ar.cuda.layers import _matvec, fuse
+    from stages.ar.cuda.layers import _matvec, _product, fuse
     from stages.ar.cuda.quantize import quantize
 
     model = tiny("qwen3", torch.bfloat16)
@@ -114,7 +114,7 @@ def test_weights_in_8_bits_are_close_for_one_row_and_for_more(weights):
     want = F.linear(x, linear.weight).float()
     quantize(model.model, weights, torch.cuda.get_device_capability())
     assert linear.weight.qdata.element_size() == 1
-    for got in (_matvec(x[:1], linear).float(), linear(x).float()[:1]):
+    for got in (_matvec(x[:1], linear).float(), _product(x, linear).float()[:1], linear(x).float()[:1]):
         assert float((got - want[:1]).norm() / want[:1].norm()) < 0.05
 
 

@@ -129,3 +129,12 @@ def test_matvec_with_the_norm_before_it_and_the_residual_or_swiglu_after_it(laun
     gate, up = (norm(x, norm_weight) @ plain.T).chunk(2, -1)
     got = kernels.matvec(x, weight, scales=scales, norm=(norm_weight, 1e-5), glu=True, launch=launch)
     close(got, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(2, 40, 200), (17, 70, 130)])
+def test_few_rows_times_a_weight_in_8_bits(rows, n, k):
+    torch.manual_seed(0)
+    x, weight = random(rows, k), random(n, k) / k**0.5
+    scales = weight.float().abs().amax(1) / 127
+    quantized = (weight.float() / scales[:, None]).round().to(torch.int8)
+    close(kernels.few_rows(x, quantized, scales), x.float() @ (quantized.float() * scales[:, None]).T)
