@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from gateway import chat, health, limits, speech, transcriptions
+from gateway import chat, completions, health, limits, speech, transcriptions
 from gateway.gate import Gate
 from gateway.media import MediaPool
 from gateway.openapi import Route
 from gateway.realtime import realtime
-from gateway.schema import ChatBody, SpeechBody, TranscriptionForm
+from gateway.schema import ChatBody, CompletionBody, SpeechBody, TranscriptionForm
 from gateway.state import CLIENT, CONFIG, GATE, MEDIA, ROUTES
 from streamrt.errors import ConfigError
 from streamrt.log import get_logger
@@ -46,6 +46,7 @@ TABLE = (
     Route("GET", "/v1/models", health.list_models, "The names that the pipeline answers to"),
     Route("GET", "/v1/models/{model}", health.get_model, "One of them"),
     Route("POST", "/v1/chat/completions", chat.completions, "Messages to text and speech", body=ChatBody, answers=("application/json", SSE)),
+    Route("POST", "/v1/completions", completions.completions, "Prompts to the text that follows", body=CompletionBody, answers=("application/json", SSE)),
     Route("POST", "/v1/audio/speech", speech.speech, "Text to speech", body=SpeechBody, answers=AUDIO),
     Route("GET", "/v1/audio/voices", speech.list_voices, "The voices that speak"),
     Route("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, "Speech to text", body=TranscriptionForm, form=True,

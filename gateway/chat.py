@@ -9,7 +9,7 @@ import base64
 import binascii
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +17,24 @@ import msgspec
 from aiohttp import web
 
 from gateway import media, models, schema, sse, streaming
+from gateway.choices import Ending, Message, call_delta, chat_logprobs, ends_choice, index_of
 from gateway.limits import read_body
 from gateway.media import Base64Pieces, MediaPool
-from gateway.schema import ChatBody, ChatMessage, ContentPart
+from gateway.schema import ChatBody, ChatMessage, ContentPart, TextBody
 from gateway.state import CLIENT, CONFIG, MEDIA
 from gateway.transcriptions import open_audio, transcribe
 from streamrt import text_chunk
 from streamrt.errors import BadRequest, TooLong
 
 if TYPE_CHECKING:
-    from streamrt import Call, Chunk
+    from streamrt import Call
 
-
-class Ending:
-    """What the last chunks of a call say: why it ended and what it cost. Written by the reader of the chunks."""
-
-    def __init__(self) -> None:
-        self.finish_reason = "stop"
-        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # 0 where the stage counts no tokens
-
-    def note(self, chunk: Chunk) -> None:
-        self.finish_reason = chunk.meta.get("finish_reason", self.finish_reason)
-        if usage := chunk.meta.get("usage"):
-            self.usage = {**usage, "total_tokens": usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)}
+# Passed on by these names when they are there; a stage that does not honour one has been asked for its neutral value only.
+TEXT_PARAMS = (
+    "n", "logit_bias", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids",
+    "ignore_eos", "regex", "grammar",
+)  # fmt: skip
+CHAT_PARAMS = ("tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "response_format")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -47,8 +42,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     client, config, pool = request.app[CLIENT], request.app[CONFIG], request.app[MEDIA]
     # 1. What is wrong with it, before any stage hears of it.
     body = schema.decode(await read_body(request), ChatBody)
-    schema.refuse_unsupported(body)
     model = models.check_model(client, "respond", body.model)
+    schema.refuse_unsupported(body, models.honoured(client, "respond"))
     spoken = "audio" in (body.modalities or ())
     if spoken and not models.speaker(client, "respond"):
         raise BadRequest('modalities: got "audio", but this pipeline answers with text only', param="modalities")
@@ -56,6 +51,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         raise BadRequest(
             'audio: missing, and needed for modalities with "audio"', hint='"audio": {"voice": ..., "format": ...}', param="audio"
         )
+    if spoken and (body.n or 1) > 1:
+        raise BadRequest(f"n: got {body.n}, but one answer can be spoken at a time", param="n")
     voice = models.check_voice(client, "respond", schema.voice_name(body.audio.voice), "audio.voice") if spoken and body.audio else None
     # 2. What it says.
     messages = [await _message(request, index, message) for index, message in enumerate(body.messages)]
@@ -72,84 +69,119 @@ async def completions(request: web.Request) -> web.StreamResponse:
     audio_format = body.audio.format if spoken and body.audio else ""
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return await streaming.event_response(request, chunk_events(call, head, audio_format, pool, has_usage))
-    answer = await completion(call, head, audio_format, pool)
+        return await streaming.event_response(request, chunk_events(call, head, audio_format, pool, has_usage, body.n or 1))
+    answer = await completion(call, head, audio_format, pool, body.n or 1)
     return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
 
 def params_of(body: ChatBody, messages: list[dict[str, Any]], voice: str | None) -> dict[str, Any]:
     """The parameters of `respond`; see streamrt/stage.py."""
     return {
+        **text_params(body),
         "messages": messages,
         "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "voice": voice,
+        "modalities": body.modalities or ["text"],
+        **{name: msgspec.to_builtins(getattr(body, name)) for name in CHAT_PARAMS if getattr(body, name) is not None},
+    }
+
+
+def text_params(body: TextBody) -> dict[str, Any]:
+    """Those that chat and completions share."""
+    return {
+        "max_tokens": body.max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "seed": body.seed,
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
-        "voice": voice,
-        "modalities": body.modalities or ["text"],
+        **{name: getattr(body, name) for name in TEXT_PARAMS if getattr(body, name) is not None},
     }
 
 
-async def completion(call: Call, head: dict[str, Any], audio_format: str, pool: MediaPool) -> dict[str, Any]:
-    """The whole answer as one `chat.completion`."""
-    ending, text, pieces = Ending(), "", []
+async def completion(call: Call, head: dict[str, Any], audio_format: str, pool: MediaPool, n: int = 1) -> dict[str, Any]:
+    """The whole answer as one `chat.completion` of `n` choices."""
+    ending, messages, pieces = Ending(), [Message() for _ in range(n)], []
     encoder: media.Encoder | None = None
     async with aclosing(streaming.chunks_of(call)) as chunks:
         async for chunk in chunks:
             ending.note(chunk)
             if chunk.modality == "text":
-                text += chunk.text
+                messages[index_of(chunk)].add(chunk)
             elif chunk.modality == "audio" and audio_format and len(chunk.samples):
                 if encoder is None:
                     encoder = await pool.run(media.encoder, audio_format, chunk.sample_rate_hz, True)
                 pieces.append(await pool.run(encoder.encode, chunk.samples))
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    choices: list[dict[str, Any]] = [
+        {
+            "index": index,
+            "message": message.as_dict(),
+            "logprobs": chat_logprobs(message.entries) if message.entries else None,
+            "finish_reason": ending.finish_reason(index),
+        }
+        for index, message in enumerate(messages)
+    ]
     if audio_format:
         pieces.append(await pool.run(encoder.finish) if encoder else b"")
         data = base64.b64encode(b"".join(pieces)).decode()
         # Replies are not kept, so the id can not be referred to later: it has expired already.
-        message |= {"content": None, "audio": {"id": _audio_id(head), "data": data, "expires_at": head["created"], "transcript": text}}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": ending.finish_reason}
-    return {**head, "object": "chat.completion", "choices": [choice], "usage": ending.usage}
+        audio = {"id": _audio_id(head), "data": data, "expires_at": head["created"], "transcript": messages[0].text}
+        choices[0]["message"] |= {"content": None, "audio": audio}
+    return {**head, "object": "chat.completion", "choices": choices, "usage": ending.usage}
 
 
 async def chunk_events(
-    call: Call, head: dict[str, Any], audio_format: str, pool: MediaPool, has_usage: bool
+    call: Call, head: dict[str, Any], audio_format: str, pool: MediaPool, has_usage: bool, n: int = 1
 ) -> AsyncGenerator[bytes, None]:
     """The answer as `chat.completion.chunk` events and [DONE]. Nothing comes before the stage's first chunk, so that an error
     that precedes it has a status of its own."""
-    ending, pieces, begun = Ending(), Base64Pieces(), False
+    ending, pieces, begun, open_choices = Ending(), Base64Pieces(), False, set(range(n))
     encoder: media.Encoder | None = None
 
-    def event(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def event(delta: dict[str, Any], finish_reason: str | None = None, *, index: int = 0, logprobs: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return sse.data({**head, "object": "chat.completion.chunk", "choices": [choice], **({"usage": None} if has_usage else {})})
+
+    def beginning() -> Iterator[bytes]:
+        for index in range(n):
+            yield event({"role": "assistant", "content": None if audio_format else ""}, index=index)
 
     async with aclosing(streaming.chunks_of(call)) as chunks:
         async for chunk in chunks:
             ending.note(chunk)
             if not begun:
                 begun = True
-                yield event({"role": "assistant", "content": None if audio_format else ""})
+                for piece in beginning():
+                    yield piece
                 if audio_format:
                     yield event({"audio": {"id": _audio_id(head)}})
-            if chunk.modality == "text" and chunk.text:
-                yield event({"audio": {"transcript": chunk.text}} if audio_format else {"content": chunk.text})
+            if chunk.modality == "text":
+                delta: dict[str, Any] = {}
+                if chunk.text:
+                    delta = {"audio": {"transcript": chunk.text}} if audio_format else {"content": chunk.text}
+                if calls := call_delta(chunk):
+                    delta["tool_calls"] = calls
+                entries = chunk.meta.get("logprobs")
+                if delta or entries:
+                    yield event(delta, index=index_of(chunk), logprobs=chat_logprobs(entries) if entries else None)
+                if ends_choice(chunk):
+                    open_choices.discard(index_of(chunk))
+                    yield event({}, ending.finish_reason(index_of(chunk)), index=index_of(chunk))
             elif chunk.modality == "audio" and audio_format and len(chunk.samples):
                 if encoder is None:
                     encoder = await pool.run(media.encoder, audio_format, chunk.sample_rate_hz)
                 if data := pieces.feed(await pool.run(encoder.encode, chunk.samples)):
                     yield event({"audio": {"data": data}})
     if not begun:
-        yield event({"role": "assistant", "content": None if audio_format else ""})
+        for piece in beginning():
+            yield piece
     if encoder is not None:
         data = pieces.feed(await pool.run(encoder.finish)) + pieces.finish()
         if data:
             yield event({"audio": {"data": data}})
     if audio_format:
         yield event({"audio": {"expires_at": head["created"]}})
-    yield event({}, ending.finish_reason)
+    for index in sorted(open_choices):
+        yield event({}, ending.finish_reason(index), index=index)
     if has_usage:
         yield sse.data({**head, "object": "chat.completion.chunk", "choices": [], "usage": ending.usage})
     yield sse.DONE

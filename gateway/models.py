@@ -1,4 +1,4 @@
-"""Which names of models and voices are accepted for which task.
+"""Which names of models, voices and parameters are accepted for which task.
 
 A pipeline answers to its own name, to its stages' names, and to the names of the models that those stages run. Clients that were
 written for OpenAI ask for its stock models and voices: for speech and transcription these stand for whatever the pipeline has, so
@@ -52,6 +52,11 @@ def own_names(client: Client, task: str) -> list[str]:
         for model in (stage, client.describe(stage).get("model", ""), configured):
             names += [str(model), str(model).removeprefix("weights:")]
     return [name for name in dict.fromkeys(names) if name]
+
+
+def honoured(client: Client, task: str) -> set[str]:
+    """Parameters of `task` that its stages say they honour, beyond those that every stage of the task may be given."""
+    return {str(name) for stage in client.tasks()[task].stages for name in client.describe(stage).get("parameters", ())}
 
 
 def speaker(client: Client, task: str) -> str:

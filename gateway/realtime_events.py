@@ -36,6 +36,7 @@ class Frames:
         self._tells_timings = tells_timings
         self._formats: dict[str, Frame] = {}  # response id -> its format
         self._encoders: dict[str, WireEncoder] = {}
+        self._outputs: dict[str, dict[str, str | None]] = {}  # response id -> its items in order, each with the one before it
 
     def of(self, event: Any) -> Iterator[Frame]:
         """The frames that tell `event`: one of the session's, `TurnTimings`, or a frame as it stands."""
@@ -80,12 +81,17 @@ class Frames:
                 yield from self._output_started(response, previous_id)
             case s.TextDelta(response_id, item_id, modality, text):
                 kind = "response.output_audio_transcript.delta" if modality == "audio" else "response.output_text.delta"
-                yield {"type": kind, **_place(response_id, item_id), "delta": text}
+                yield {"type": kind, **self._place(response_id, item_id), "delta": text}
             case s.AudioDelta(response_id, item_id, samples, rate_hz):
                 encoder = self._encoders.get(response_id)
                 if encoder is None:
                     encoder = self._encoders[response_id] = WireEncoder(self._formats[response_id]["type"], rate_hz)
-                yield from _audio_delta(response_id, item_id, encoder.feed(samples))
+                yield from _audio_delta(self._place(response_id, item_id), encoder.feed(samples))
+            case s.CallStarted(response, item, previous_id):
+                yield from self._item_added(response, item_object(item), previous_id)
+            case s.CallDelta(response_id, item_id, call_id, arguments):
+                place = self._output_place(response_id, item_id)
+                yield {"type": "response.function_call_arguments.delta", **place, "call_id": call_id, "delta": arguments}
             case s.ResponseEnded(response, previous_id):
                 yield from self._response_ended(response, previous_id)
             case s.Problem(code, message):
@@ -98,21 +104,32 @@ class Frames:
 
     def _output_started(self, response: s.Response, previous_id: str | None) -> Iterator[Frame]:
         assert response.item is not None
-        item = {**item_object(response.item), "content": []}
-        yield {"type": "response.output_item.added", "response_id": response.id, "output_index": 0, "item": item}
+        yield from self._item_added(response, {**item_object(response.item), "content": []}, previous_id)
+        part = {"type": "audio", "transcript": ""} if response.item.parts[0].kind == "audio" else {"type": "text", "text": ""}
+        yield {"type": "response.content_part.added", **self._place(response.id, response.item.id), "part": part}
+
+    def _item_added(self, response: s.Response, item: Frame, previous_id: str | None) -> Iterator[Frame]:
+        outputs = self._outputs.setdefault(response.id, {})
+        yield {"type": "response.output_item.added", "response_id": response.id, "output_index": len(outputs), "item": item}
+        outputs[item["id"]] = previous_id
         if response.in_conversation:
             yield {"type": "conversation.item.added", "item": item, "previous_item_id": previous_id}
-        part = {"type": "audio", "transcript": ""} if response.item.parts[0].kind == "audio" else {"type": "text", "text": ""}
-        yield {"type": "response.content_part.added", **_place(response.id, response.item.id), "part": part}
+
+    def _item_done(self, response: s.Response, item: s.Item, previous_id: str | None) -> Iterator[Frame]:
+        told = item_object(item)
+        place = self._output_place(response.id, item.id)
+        yield {"type": "response.output_item.done", "response_id": response.id, "output_index": place["output_index"], "item": told}
+        if response.in_conversation:
+            yield {"type": "conversation.item.done", "item": told, "previous_item_id": previous_id}
 
     def _response_ended(self, response: s.Response, previous_id: str | None) -> Iterator[Frame]:
         encoder = self._encoders.pop(response.id, None)
         item = response.item
         if item is not None:
-            place, text = _place(response.id, item.id), item.text
+            place, text = self._place(response.id, item.id), item.text
             if item.parts[0].kind == "audio":
                 if encoder is not None and response.status != "cancelled":
-                    yield from _audio_delta(response.id, item.id, encoder.finish())
+                    yield from _audio_delta(place, encoder.finish())
                 yield {"type": "response.output_audio.done", **place}
                 yield {"type": "response.output_audio_transcript.done", **place, "transcript": text}
                 part = {"type": "audio", "transcript": text}
@@ -120,12 +137,21 @@ class Frames:
                 yield {"type": "response.output_text.done", **place, "text": text}
                 part = {"type": "text", "text": text}
             yield {"type": "response.content_part.done", **place, "part": part}
-            told = item_object(item)
-            yield {"type": "response.output_item.done", "response_id": response.id, "output_index": 0, "item": told}
-            if response.in_conversation:
-                yield {"type": "conversation.item.done", "item": told, "previous_item_id": previous_id}
+            yield from self._item_done(response, item, previous_id)
+        for call in response.calls:
+            place = self._output_place(response.id, call.id)
+            done = "response.function_call_arguments.done"
+            yield {"type": done, **place, "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+            yield from self._item_done(response, call, self._outputs[response.id][call.id])
         yield {"type": "response.done", "response": self.response_object(response)}
         self._formats.pop(response.id, None)
+        self._outputs.pop(response.id, None)
+
+    def _output_place(self, response_id: str, item_id: str) -> Frame:
+        return {"response_id": response_id, "item_id": item_id, "output_index": list(self._outputs[response_id]).index(item_id)}
+
+    def _place(self, response_id: str, item_id: str) -> Frame:
+        return {**self._output_place(response_id, item_id), "content_index": 0}
 
     def response_object(self, response: s.Response) -> Frame:
         details: Frame | None
@@ -145,7 +171,7 @@ class Frames:
             "id": response.id,
             "status": response.status,
             "status_details": details,
-            "output": [item_object(response.item)] if response.item is not None and response.status != "in_progress" else [],
+            "output": [item_object(item) for item in self._items_of(response)] if response.status != "in_progress" else [],
             "conversation_id": self.conversation_id if response.in_conversation else None,
             "output_modalities": [settings.modality],
             "max_output_tokens": settings.max_tokens if settings.max_tokens is not None else "inf",
@@ -155,6 +181,11 @@ class Frames:
         if settings.modality == "audio":
             shown["audio"] = {"output": {"format": self._formats.get(response.id, self.audio_format), "voice": settings.voice or None}}
         return shown
+
+    def _items_of(self, response: s.Response) -> list[s.Item]:
+        """What it has put out, in order."""
+        items = [*([response.item] if response.item is not None else []), *response.calls]
+        return sorted(items, key=lambda item: list(self._outputs[response.id]).index(item.id))
 
 
 def item_object(item: s.Item) -> Frame:
@@ -195,10 +226,6 @@ def error_frame(refused: s.Refused, event_id: str | None = None) -> Frame:
     return {"type": "error", "error": error}
 
 
-def _place(response_id: str, item_id: str) -> Frame:
-    return {"response_id": response_id, "item_id": item_id, "output_index": 0, "content_index": 0}
-
-
-def _audio_delta(response_id: str, item_id: str, data: bytes) -> Iterator[Frame]:
+def _audio_delta(place: Frame, data: bytes) -> Iterator[Frame]:
     if data:
-        yield {"type": "response.output_audio.delta", **_place(response_id, item_id), "delta": base64.b64encode(data).decode()}
+        yield {"type": "response.output_audio.delta", **place, "delta": base64.b64encode(data).decode()}

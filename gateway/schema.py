@@ -9,6 +9,7 @@ Source: https://platform.openai.com/docs/api-reference, checked against openai-p
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -73,40 +74,91 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # accepted; nothing is padded
 
 
-class ChatBody(Struct, forbid_unknown_fields=True):
+class Function(Struct, omit_defaults=True):
+    """What a tool is called, and the JSON schema of its arguments."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A function that the model may ask the caller to run."""
+
+    function: Function
+    type: Literal["function"]
+
+
+class FunctionName(Struct):
+    name: str
+
+
+class NamedTool(Struct):
+    """The one tool that is to be called."""
+
+    function: FunctionName
+    type: Literal["function"]
+
+
+class ResponseFormat(Struct, omit_defaults=True):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class TextBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What chat and completions share."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    seed: int | None = None
+    # honoured where the pipeline's language model says so, else refused unless neutral: see NEUTRAL
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    # the same, and not in OpenAI's API
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    # accepted; they change nothing here
+    user: str | None = None
+
+
+class ChatBody(TextBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=2048)]
-    model: str = ""
     modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=2)] | None = None
     audio: ChatAudio | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    # accepted when neutral, else refused: see NEUTRAL
-    n: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    # honoured where the pipeline's language model says so, else refused unless neutral: see NEUTRAL
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    # refused unless neutral
     functions: list[Any] | None = None
     function_call: Any = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    logit_bias: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: dict[str, Any] | None = None
     moderation: Any = None
     # accepted; they change nothing here
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -117,32 +169,84 @@ class ChatBody(Struct, forbid_unknown_fields=True):
     prediction: dict[str, Any] | None = None
 
 
-# Parameters that we can not honour, and the values of theirs that ask for nothing.
+# ---- https://platform.openai.com/docs/api-reference/completions/create ------------------------------------------------------
+
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+
+
+class CompletionBody(TextBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | Annotated[list[Any], Meta(min_length=1)]  # text, token ids, or a list of either: see `prompts`
+    # honoured where the pipeline's language model says so, else refused unless neutral: see NEUTRAL
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # refused unless neutral
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+MAX_PROMPTS = 64  # in one body
+
+
+def prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts of the body, each text or token ids. Raises BadRequest that names the one that is neither."""
+    given = body.prompt
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    if len(given) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: got {len(given)} prompts, expected at most {MAX_PROMPTS}", param="prompt")
+    found: list[str | list[int]] = []
+    for n, one in enumerate(given):
+        try:
+            found.append(msgspec.convert(one, str | TokenIds))
+        except msgspec.ValidationError:
+            raise BadRequest(f"prompt[{n}]: expected text or a list of token ids", param=f"prompt[{n}]") from None
+    return found
+
+
+# Parameters that not every language model honours, and the values of theirs that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
+    "response_format": (ResponseFormat("text"),),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "top_k": (0,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "regex": (),
+    "grammar": (),
+    # none does
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
 }
 
 
-def refuse_unsupported(body: Struct) -> None:
-    """Raise BadRequest for the first parameter of NEUTRAL whose value asks for something."""
+def refuse_unsupported(body: TextBody, honoured: Collection[str] = ()) -> None:
+    """Raise BadRequest for the first parameter of NEUTRAL that asks for something and is not in `honoured`."""
     for name, neutral in NEUTRAL.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            raise BadRequest(f"{name}: got {value!r:.80}, which this server does not support", hint=f"leave {name} out", param=name)
+        value = getattr(body, name, None)
+        # 0 == False, and `logprobs: 0` asks for something.
+        is_neutral = value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+        if not is_neutral and name not in honoured:
+            raise BadRequest(
+                f"{name}: got {msgspec.to_builtins(value)!r:.80}, which this server does not support", hint=f"leave {name} out", param=name
+            )
 
 
 # ---- https://platform.openai.com/docs/api-reference/audio/createSpeech -----------------------------------------------------

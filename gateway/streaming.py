@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -118,6 +118,29 @@ async def paced(items: AsyncGenerator[T, None], every_s: float) -> AsyncGenerato
                 if not waiting.done():
                     waiting.cancel()
                     await asyncio.wait([waiting])
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """What the streams yield, as it comes; of each, one item is taken ahead. What one raises ends all of them."""
+    waiting: dict[asyncio.Task[T], AsyncGenerator[T, None]] = {}
+    try:
+        waiting |= {asyncio.create_task(_next(stream)): stream for stream in streams}
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.create_task(_next(stream))] = stream
+                yield item
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)  # a second error has nobody to go to
+        for stream in streams:
+            await stream.aclose()
 
 
 async def _next(items: AsyncIterator[T]) -> T:

@@ -3,13 +3,17 @@
     array = to_array(tensor)                     Chunk("hidden", {"hidden": array})
     tensor = to_torch(chunk.tensors["hidden"])
 
+    host = HostTensors()                         from the GPU straight into the chunk's slot, beside the loop and the model
+    array = host.array(tensor)
+
     devices = DeviceTensors(pool_bytes)          between two stages on one GPU, without the host: a copy into the pool ...
     array = await devices.lend(tensor)
     loan = await devices.loan(shape, dtype)      ... or none: what is written to `loan.tensor` is sent in place
     array = loan.seal()
     tensor = devices.open(array)
 
-Knows dtypes and devices; knows nothing of requests. How device memory is shared, and what must hold: `transport/cuda_ipc.py`.
+Knows dtypes and devices; knows nothing of requests. How device memory is shared or copied, and what must hold: `transport/cuda_ipc.py`,
+`transport/cuda_host.py`.
 
 Rules
 - A tensor of any stride is made contiguous once. bfloat16 and float8 keep their bits and their names.
@@ -26,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrt.device import CARRIED_DTYPES, DEVICE_DTYPE, CudaPool, CudaReader, Loan, View
+from streamrt.device import CARRIED_DTYPES, DEVICE_DTYPE, CudaPool, CudaReader, HostCopies, Loan, View
 
 # torch dtypes that numpy lacks, by the names that chunks carry, and torch's integers of the same width.
 _CARRIED: dict[torch.dtype, str] = {getattr(torch, name): name for name in CARRIED_DTYPES if hasattr(torch, name)}
@@ -44,12 +48,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
     """The same numbers for a chunk: over the tensor's own memory when it is contiguous and on the CPU, else a copy."""
-    name = dtype_name(tensor.dtype)
+    dtype_name(tensor.dtype)  # or say so before anything is copied
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     if tensor.dtype not in _CARRIED:
         return tensor.numpy()
-    word = np.dtype(CARRIED_DTYPES[name], metadata={"carries": name})
-    return tensor.view(_WORD[tensor.dtype.itemsize]).numpy().view(word)
+    return tensor.view(_WORD[tensor.dtype.itemsize]).numpy().view(_array_dtype(tensor.dtype))
 
 
 def to_torch(array: np.ndarray, device: str | torch.device = "cpu", *, borrow: bool = False) -> torch.Tensor:
@@ -66,6 +69,34 @@ def to_torch(array: np.ndarray, device: str | torch.device = "cpu", *, borrow: b
     if carried in _CARRIED.values():
         tensor = tensor.view(getattr(torch, carried))
     return tensor if borrow and torch.device(device).type == "cpu" else tensor.to(device, copy=True)
+
+
+MIN_ASIDE_BYTES = 64 * 2**10  # what is smaller is copied sooner than a thread is woken
+
+
+class HostTensors:
+    """Tensors of one GPU that leave it in chunks. One per stage; nothing of CUDA is touched before the first of them."""
+
+    def __init__(self, *, device: int = 0) -> None:
+        """`device`: index of the GPU, as torch counts."""
+        self._device = device
+        self._copies: HostCopies | None = None
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        """What a chunk carries: `tensor` as the current stream has it after what it was given so far.
+
+        The GPU copies it when the chunk is sent, on a stream of its own, and `send` waits for that. Until then it is kept, and must not be
+        written; and there is nothing to read in the array. A small one is copied now. Raises DeviceError.
+        """
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if tensor.device.type != "cuda" or tensor.nbytes < MIN_ASIDE_BYTES:
+            return to_array(tensor)
+        if tensor.device.index != self._device:
+            raise ValueError(f"got a tensor on GPU {tensor.device.index}, expected one on GPU {self._device}")
+        if self._copies is None:
+            self._copies = HostCopies(self._device)
+        stream = _raw_stream(self._device)
+        return self._copies.of(tensor.data_ptr(), tensor.nbytes, tuple(tensor.shape), _array_dtype(tensor.dtype), stream, tensor)
 
 
 class DeviceTensors:
@@ -96,7 +127,7 @@ class DeviceTensors:
     async def lend(self, tensor: torch.Tensor) -> np.ndarray:
         """Copy into the pool, on the current stream; nothing waits for the copy. Waits: for room. Raises TooLarge, DeviceError."""
         name = dtype_name(tensor.dtype)
-        loan = await self.pool.loan(tensor.nbytes, self._stream())
+        loan = await self.pool.loan(tensor.nbytes, _raw_stream(self._device))
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and tensor.nbytes:
             loan.copy_from(tensor.data_ptr())
         else:
@@ -106,22 +137,18 @@ class DeviceTensors:
     async def loan(self, shape: Sequence[int], dtype: torch.dtype) -> LoanedTensor:
         """Room for a tensor, to be written on the current stream and then sent as it is. Waits: for room. Raises TooLarge, DeviceError."""
         name = dtype_name(dtype)
-        loan = await self.pool.loan(math.prod(shape) * dtype.itemsize, self._stream())
+        loan = await self.pool.loan(math.prod(shape) * dtype.itemsize, _raw_stream(self._device))
         return LoanedTensor(loan, name, tuple(shape), self._device)
 
     def open(self, array: np.ndarray) -> torch.Tensor:
         """The tensor that `array`, out of a chunk, stands for, in its producer's memory. Nothing waits but the current stream."""
-        view = self._reader.open(array, self._stream())
+        view = self._reader.open(array, _raw_stream(self._device))
         return _over(view, view.dtype, view.shape, self._device)
 
     def close(self) -> None:
         self._reader.close()
         if self._pool is not None:
             self._pool.close()
-
-    def _stream(self) -> int:
-        # A tenth of the time that torch.cuda.current_stream takes, and what Triton's launcher asks.
-        return int(torch._C._cuda_getCurrentRawStream(self._device))  # noqa: SLF001 - no public name
 
 
 class LoanedTensor:
@@ -135,6 +162,16 @@ class LoanedTensor:
     def seal(self) -> np.ndarray:
         """What a chunk carries: what the stream of `DeviceTensors.loan` has written by now. `tensor` is not to be used after this."""
         return self._loan.seal(self._name, tuple(self.tensor.shape))
+
+
+def _raw_stream(device: int) -> int:
+    # A tenth of the time that torch.cuda.current_stream takes, and what Triton's launcher asks.
+    return int(torch._C._cuda_getCurrentRawStream(device))  # noqa: SLF001 - no public name
+
+
+def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    name = dtype_name(dtype)
+    return np.dtype(CARRIED_DTYPES[name], metadata={"carries": name}) if dtype in _CARRIED else np.dtype(name)
 
 
 class _Borrowed:

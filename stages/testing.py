@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from stages.ar.tool_calls import ToolCallParser, piece_chunk
 from streamrt import Chunk, Request, Stage, UnknownVoice, audio_chunk, end_chunk, event_chunk, text_chunk
 
 
@@ -118,7 +119,11 @@ class ScriptAsr(Stage):
 
 
 class ScriptLlm(Stage):
-    """Answers from a script: the first key that the last user message contains, else `reply`. `{text}` is that message."""
+    """Answers from a script: the first key that the last user message (or the prompt) contains, else `reply`.
+
+    `{text}` in a reply is that message, `{choice}` the number of the choice, when several are asked for. Each word is a token. A reply
+    with `<tool_call>` in it makes calls when the request has tools. Log probabilities: -0.5 for each word, less for the next likely ones.
+    """
 
     class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         reply: str = "You said: {text}"
@@ -134,16 +139,50 @@ class ScriptLlm(Stage):
     async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         heard = "".join([chunk.text async for chunk in chunks])
         messages: list[dict[str, Any]] = request.param("messages", [])
-        said = next((m.get("content") or "" for m in reversed(messages) if m.get("role") == "user"), heard)
+        prompt = request.param("prompt", heard)
+        said = next((m.get("content") or "" for m in reversed(messages) if m.get("role") == "user"), _as_text(prompt))
         reply = next((text for key, text in self.args.replies.items() if key in said), self.args.reply).replace("{text}", said)
         await asyncio.sleep(self.args.first_delay_ms / 1000)
-        words = re.findall(r"\S+\s*|\s+", reply)
-        limit = request.param("max_tokens", len(words))
-        for word in words[:limit]:
-            await asyncio.sleep(self.args.delay_ms / 1000)
-            yield text_chunk(word)
-        usage = {"prompt_tokens": len(said.split()), "completion_tokens": min(limit, len(words))}
-        yield end_chunk(finish_reason="length" if limit < len(words) else "stop", usage=usage)
+        n = request.param("n", 1)
+        tokens, reason = 0, ""
+        for choice in range(n):
+            words = re.findall(r"\S+\s*|\s+", reply.replace("{choice}", str(choice)) if n > 1 else reply)
+            limit = request.param("max_tokens", len(words))
+            parser = ToolCallParser() if request.param("tools", []) and request.param("tool_choice", "auto") != "none" else None
+            more: dict[str, Any] = {"choice": choice} if n > 1 else {}
+            for word in words[:limit]:
+                await asyncio.sleep(self.args.delay_ms / 1000)
+                told: dict[str, Any] = (
+                    {"logprobs": [_told(word, request.param("top_logprobs", 0))]} if request.param("logprobs", False) else {}
+                )
+                if parser is None:
+                    yield text_chunk(word, **more, **told)
+                    continue
+                for piece in parser.push(word):
+                    yield piece_chunk(piece, **more)
+            for piece in parser.finish() if parser else ():
+                yield piece_chunk(piece, **more)
+            tokens += min(limit, len(words))
+            reason = "length" if limit < len(words) else "tool_calls" if parser and parser.num_calls else "stop"
+            if n > 1:
+                yield text_chunk("", **more, finish_reason=reason)
+        yield end_chunk(finish_reason=reason, usage={"prompt_tokens": len(said.split()), "completion_tokens": tokens})
+
+    def describe(self) -> dict[str, Any]:
+        return {"parameters": ["prompt", "n", "tools", "tool_choice", "logprobs", "top_logprobs"]}
+
+
+def _as_text(prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+
+
+def _told(word: str, top: int) -> dict[str, Any]:
+    """The log probability of a word, as language models tell it."""
+
+    def entry(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "id": len(text), "logprob": logprob, "bytes": list(text.encode())}
+
+    return {**entry(word, -0.5), "top": [entry(word + "?" * n, -0.5 - n) for n in range(top)]}
 
 
 class ToneTts(Stage):

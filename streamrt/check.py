@@ -14,7 +14,7 @@ from streamrt import weights
 from streamrt.config import PipelineConfig, quote
 from streamrt.errors import ConfigError
 from streamrt.pipeline import Graph
-from streamrt.plan import Machine, make_plan, size, table
+from streamrt.plan import Machine, check_device_ports, make_plan, size, table
 from streamrt.registry import install_hint, load_graph, missing_modules, parse_args, target_of
 from streamrt.router import CLIENT, TaskRoute, left_out, task_routes
 from streamrt.stage import Stage
@@ -97,6 +97,7 @@ def check(config: PipelineConfig, machine: Machine | None = None) -> CheckReport
     """
     graph, classes = load_graph(config)
     routes = task_routes(graph, config.tasks, config.file)
+    check_device_ports(config, graph, routes)
     warnings = [*_missing(config, classes), *_unserved(graph, routes)]
     memory: dict[str, int] = {}
     try:

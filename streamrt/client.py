@@ -208,6 +208,7 @@ class Client:
         self._calls: dict[tuple[str, int], Call] = {}
         self._waiting: dict[str, tuple[Call, asyncio.Future[Assignment]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()  # of lanes to lost replicas; these run to their end
         self._next_table: asyncio.Future[Table] | None = None  # for who waits in `table_changed`
         self._why_closed = ""  # why nothing can be submitted any more
 
@@ -348,7 +349,7 @@ class Client:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
+        await asyncio.gather(*(lane.close() for lane in self._lanes.values()), *self._closing)
         self._lanes.clear()
         for connector in self._connectors.values():
             await connector.close()
@@ -562,6 +563,8 @@ class Client:
                     self._cancel_everywhere(call, "neighbour")
 
     def _on_table(self, table: Table) -> None:
+        if self._why_closed:
+            return
         if self._next_table is not None and not self._next_table.done():
             self._next_table.set_result(table)
         stages = tuple(row for row in table.replicas if row.stage in self.graph.nodes)
@@ -569,7 +572,7 @@ class Client:
         for replica in change.gone:
             lane = self._lanes.pop(replica.name, None)
             if lane is not None:
-                self._own(lane.close(linger_s=0), f"close {replica.name}")
+                self._let_go(lane)
         for replica in change.joined:
             self._own(self._join(replica), f"join {replica.name}")
         for lost in change.lost:
@@ -595,7 +598,7 @@ class Client:
 
         lane = await LaneClient.connect(replica.work_endpoint, self.member.identity, ToClient, on_message)
         if not self._router.knows(replica):  # a newer table came first
-            await lane.close(linger_s=0)
+            self._let_go(lane)
             return
         self._lanes[replica.name] = lane
         self._send(lane, Join(self.member.identity))
@@ -605,6 +608,12 @@ class Client:
                 await self._connectors[scheme].dial(replica.connectors[scheme])
             except TransportError as error:
                 log.info("replica.not_dialed", replica=replica.name, error=error)  # the first request dials again, and says why not
+
+    def _let_go(self, lane: LaneClient) -> None:
+        """Close a lane to a replica that is gone; nothing cancels that, so that no socket stays open."""
+        closing = asyncio.get_running_loop().create_task(lane.close(linger_s=0), name=f"close {lane.endpoint}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def _admit(self, admitted: Sequence[Assignment]) -> None:
         for assignment in admitted:

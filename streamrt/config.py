@@ -131,7 +131,7 @@ class DeployConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connector: Literal["shm", "tcp"] = "shm"  # how its chunks arrive
     max_requests: CountOrZero = 0  # requests held at a time by one replica; 0 = the stage class's default
     load_timeout_s: Seconds = 120.0  # from start to ready
-    hang_timeout_s: Seconds = 10.0  # no heartbeat for so long: killed and restarted
+    hang_timeout_s: Seconds = 10.0  # no heartbeat for so long: killed and restarted; a reader of its chunks is given up
     arena: Size = "64MiB"  # shared memory of one producing replica
     window: Size = "32MiB"  # unreleased bytes of one request on one edge
     window_chunks: Count = 32  # unreleased chunks of one request on one edge
@@ -158,6 +158,7 @@ class DeployConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             window_chunks=self.window_chunks,
             window_bytes=self.window_bytes,
             max_chunk_bytes=parse_bytes(self.max_chunk),
+            hang_timeout_s=self.hang_timeout_s,
         )
 
 

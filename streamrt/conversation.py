@@ -330,7 +330,9 @@ class Conversation:
                 timeline.response_id = response.id
             case s.ResponseEnded(response) if response.status == "cancelled":
                 # What was not sent yet is not to be heard any more.
-                self._outbox.drop(lambda entry: isinstance(entry, s.TextDelta | s.AudioDelta) and entry.response_id == response.id)
+                self._outbox.drop(
+                    lambda entry: isinstance(entry, s.TextDelta | s.AudioDelta | s.CallDelta) and entry.response_id == response.id
+                )
         self._outbox.put(event)
 
     def _measure(self, running: _Running, response_id: str, now_s: float) -> None:
@@ -486,6 +488,9 @@ class Conversation:
                         self.do(session.on_text(call_id, chunk.text))
                         if "audio" not in wish.outputs:
                             self._measure(running, wish.response_id, self._clock())
+                    elif call := chunk.meta.get("tool_call"):
+                        await self.room()
+                        self.do(session.on_function_call(call_id, call.get("name", ""), call.get("arguments", "")))
                     elif chunk.modality == "audio":
                         await self._play(call_id, running, wish.response_id, chunk, pace)
             finally:

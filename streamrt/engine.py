@@ -397,11 +397,15 @@ class EngineStage(Stage):
         """What `Engine.submit` gets as `params`. On the loop, so cheap; raises BadRequest."""
         return None
 
+    async def prepare(self, request: Request) -> Any:
+        """`parse`, and what takes longer and needs neither the loop nor the compute thread. Raises BadRequest."""
+        return self.parse(request)
+
     def load(self) -> None:
         self.host = EngineHost(self.make_engine(), self.context.compute_pool, on_broken=self.context.broken)
 
     async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        call = self.host.submit(request, self.parse(request))
+        call = self.host.submit(request, await self.prepare(request))
         feeder = asyncio.create_task(_feed(call, chunks))
         try:
             async for output in call:

@@ -46,6 +46,8 @@ METRICS: dict[str, Definition] = {
     "streamrt_credit_waits_total": Definition("counter", ("stage", "replica"), "Sends that waited for credit or a slot"),
     "streamrt_credit_wait_seconds_total": Definition("counter", ("stage", "replica"), "Time that sends waited for credit or a slot"),
     "streamrt_stale_chunks_total": Definition("counter", ("stage", "replica"), "Chunks of cancelled requests dropped unread"),
+    "streamrt_hung_peers_total": Definition("counter", ("stage", "replica"), "Readers of its chunks that were given up because they hung"),
+    "streamrt_quarantined_bytes": Definition("gauge", ("stage", "replica"), "Bytes that readers which hung may still read"),
     "streamrt_restarts_total": Definition("counter", ("process",), "Times that a process was restarted"),
     "streamrt_client_requests_total": Definition("counter", ("task", "outcome"), "Requests as their client saw them end"),
     "streamrt_client_request_seconds": Definition("histogram", ("task",), "From submit to the end, as the client saw it"),

@@ -28,10 +28,11 @@ class Node(msgspec.Struct, frozen=True):
     takes: frozenset[str] = frozenset()  # modalities; empty = any
     gives: dict[str, str] = {}  # output port -> modality; the first is the default
     tasks: tuple[str, ...] = ()
+    device_ports: tuple[str, ...] = ()  # those whose tensors stay in device memory
 
     @classmethod
     def of(cls, stage: StageConfig, kind: type[Stage]) -> Node:
-        return cls(stage.name, stage.inputs, frozenset(kind.takes), dict(kind.gives), tuple(kind.tasks))
+        return cls(stage.name, stage.inputs, frozenset(kind.takes), dict(kind.gives), tuple(kind.tasks), tuple(sorted(kind.device_ports)))
 
     def port_of(self, modality: str) -> str | None:
         """The first port that gives `modality`."""

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrt.config import DeployConfig, PipelineConfig, Where, any_of
+from streamrt.config import DeployConfig, PipelineConfig, Where, any_of, quote
 from streamrt.pipeline import Graph
-from streamrt.router import task_routes
+from streamrt.router import CLIENT, TaskRoute, task_routes
 from streamrt.stage import Stage
 
 GATEWAY_LOAD_TIMEOUT_S = 30.0
@@ -125,9 +125,10 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
         machine: where it is to run.
 
     Raises:
-        ConfigError: a device, a core or the memory that the file asks for is not there; or a task has no one entry.
+        ConfigError: a device, a core or the memory that the file asks for is not there; or a task has no one entry; or device memory
+            goes where it can not be read.
     """
-    task_routes(graph, config.tasks, config.file)  # who could not route a request must not start
+    check_device_ports(config, graph, task_routes(graph, config.tasks, config.file))  # who could not serve a request must not start
     processes: list[Process] = []
     levels = graph.levels()
     for level, names in enumerate(levels):
@@ -140,6 +141,31 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
     _check_memory(memory, processes, machine, Where(config.file))
     shm_bytes = sum(process.arena_bytes for process in processes if process.connector == "shm")
     return Plan(config.name, tuple(processes), memory, shm_bytes, machine, tuple(_warnings(processes, shm_bytes, machine)))
+
+
+def check_device_ports(config: PipelineConfig, graph: Graph, routes: Mapping[str, TaskRoute]) -> None:
+    """What stays in device memory is read by stages on that GPU, over shared memory. Raises ConfigError."""
+    where = Where(config.file)
+    for route in routes.values():
+        for edge in route.edges:
+            if edge.target == CLIENT and edge.port in graph.nodes[edge.source].device_ports:
+                raise where.error(
+                    f"tasks.{route.task}",
+                    f"{quote(edge.stream)}, which stays in device memory, as what the client gets",
+                    "an output in host memory: a client has no GPU",
+                    hint=f"put a stage after {quote(edge.source)} that gives {edge.modality} as arrays",
+                )
+    for edge in graph.edges:
+        if edge.port not in graph.nodes[edge.source].device_ports:
+            continue
+        there, here = config.deployed(edge.source), config.deployed(edge.target)
+        got = f"{quote(edge.stream)}, which stays in device memory"
+        if _device(there.device) == "cpu":
+            raise where.error(f"deploy.{edge.source}.device", '"cpu"', f"a GPU: {got}")
+        if _device(here.device) != _device(there.device):
+            raise where.error(f"deploy.{edge.target}.device", quote(here.device), f"{quote(there.device)}: it takes {got}")
+        if here.connector != "shm":
+            raise where.error(f"deploy.{edge.target}.connector", quote(here.connector), f'"shm": it takes {got}')
 
 
 def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, kind: type[Stage]) -> Process:

@@ -72,7 +72,7 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         welcome = await member.join("stage")
         config = member.pipeline
         deploy = config.deployed(stage_name)
-        lane = await LaneServer.bind(f"ipc://{run.socket(f'work-{member.name}-{member.incarnation[:6]}')}", ToReplica, life.on_work)
+        lane = await LaneServer.bind(f"ipc://{run.work_socket(member.name, member.incarnation)}", ToReplica, life.on_work)
         life.push(lane.close)
         connectors: dict[str, Connector] = {}
         endpoints: dict[str, str] = {}
@@ -291,6 +291,8 @@ def _snapshot(actor: Actor, connectors: dict[str, Connector], metrics: Metrics, 
     metrics.set("streamrt_credit_waits_total", *labels, value=sum(s.credit_waits for s in stats))
     metrics.set("streamrt_credit_wait_seconds_total", *labels, value=sum(s.credit_wait_ns for s in stats) / 1e9)
     metrics.set("streamrt_stale_chunks_total", *labels, value=sum(s.dropped_stale for s in stats))
+    metrics.set("streamrt_hung_peers_total", *labels, value=sum(s.peers_hung for s in stats))
+    metrics.set("streamrt_quarantined_bytes", *labels, value=sum(s.bytes_quarantined for s in stats))
     return metrics.snapshot()
 
 

@@ -9,7 +9,8 @@
 Rules
 - The lock says who owns a name: two runs can not hold one. Readers look at run.json and whether its process still lives; they never
   touch the lock. The folder that a killed run left is removed by the next run of that name.
-- Paths stay under the 107 bytes of a unix socket's address; too long a root is a ConfigError.
+- Paths stay under the 107 bytes of a unix socket's address: too long a root is a ConfigError before anything starts, and what a file is
+  named after is cut to what then fits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 import msgspec
 
 from streamrt.errors import AlreadyRunning, ConfigError, NotRunning
+
+MAX_PATH_BYTES = 70  # of a run's folder; 36 are left for a socket's name
 
 
 class RunFacts(msgspec.Struct):
@@ -57,7 +60,7 @@ class RunDir:
             raise ConfigError(f"pipeline.name: got {name!r}, expected 1 to 40 of letters, digits, '.', '_', '-'")
         root = _root()
         path = root / name
-        if len(os.fsencode(path)) > 70:
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
             raise ConfigError(f"run folder: {path} is too long for a socket's address", hint="set STREAMRT_RUN_ROOT to a short path")
         lock_fd = _take_lock(root / f"{name}.lock")
         if lock_fd < 0:
@@ -104,6 +107,10 @@ class RunDir:
 
     def socket(self, name: str) -> Path:
         return self.path / f"{name.replace('#', '-')}.sock"
+
+    def work_socket(self, member: str, incarnation: str) -> Path:
+        """Where a replica gets its work. The incarnation makes it unique; of the member's name, there is what fits."""
+        return self.socket(f"work-{member[:17]}-{incarnation[:8]}")
 
     @property
     def logs(self) -> Path:

@@ -138,6 +138,8 @@ class Item(msgspec.Struct):
 
     def message(self) -> dict[str, Any] | None:
         """As a language model reads it; None when there is nothing to read."""
+        if self.kind == "function_call" and self.status != "completed":
+            return None  # half a call is nothing to read
         if self.kind == "function_call":
             call = {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -170,11 +172,13 @@ class Response(msgspec.Struct):
     status: str = "in_progress"  # then "completed" | "cancelled" | "failed" | "incomplete"
     reason: str = ""  # "turn_detected" | "client_cancelled" | "max_output_tokens" | an error code
     message: str = ""  # of a failure
-    item: Item | None = None  # once there is output
+    item: Item | None = None  # once there is text or sound
+    calls: list[Item] = []  # of functions, in order
     usage: dict[str, int] = {}
 
     def copy(self) -> Response:
-        return msgspec.structs.replace(self, item=self.item.copy() if self.item else None, usage=dict(self.usage))
+        item, calls = self.item.copy() if self.item else None, [call.copy() for call in self.calls]
+        return msgspec.structs.replace(self, item=item, calls=calls, usage=dict(self.usage))
 
 
 # ---- actions: calls --------------------------------------------------------------------------------------------------------------
@@ -349,6 +353,19 @@ class AudioDelta(msgspec.Struct, frozen=True):
     rate_hz: int
 
 
+class CallStarted(msgspec.Struct, frozen=True):
+    response: Response
+    item: Item
+    previous_id: str | None
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    response_id: str
+    item_id: str
+    call_id: str  # the function call's
+    arguments: str
+
+
 class ResponseEnded(msgspec.Struct, frozen=True):
     response: Response
     previous_id: str | None
@@ -378,6 +395,8 @@ Event = (
     | OutputStarted
     | TextDelta
     | AudioDelta
+    | CallStarted
+    | CallDelta
     | ResponseEnded
     | Problem
 )
@@ -712,6 +731,24 @@ class Session:
             item.audio_ms += count * 1000 / rate_hz
         return [*actions, Tell(AudioDelta(answer.response.id, item.id, samples, rate_hz))]
 
+    def on_function_call(self, call_id: str, name: str, arguments: str) -> list[Action]:
+        """Part of a function call: the first one has its `name`, each may have some of its arguments' JSON."""
+        answer = self._answer(call_id)
+        if answer is None:
+            return []
+        response, actions = answer.response, list[Action]()
+        if name:
+            item = Item(self._new_id("item"), kind="function_call", status="in_progress", name=name, call_id=self._new_id("call"))
+            response.calls.append(item)
+            previous_id = self.items[-1].id if self.items and response.in_conversation else None
+            actions.append(Tell(CallStarted(response.copy(), item.copy(), previous_id)))
+            if response.in_conversation:
+                self.items.append(item)
+                actions += self._make_room()
+        item = response.calls[-1]
+        item.arguments += arguments
+        return [*actions, *([Tell(CallDelta(response.id, item.id, item.call_id, arguments))] if arguments else [])]
+
     def on_responded(self, call_id: str, finish_reason: str, usage: dict[str, int]) -> list[Action]:
         answer = self._answer(call_id)
         if answer is None:
@@ -1040,8 +1077,8 @@ class Session:
         if settings.temperature is not None:
             params["temperature"] = settings.temperature
         if settings.tools:
-            params["tools"] = list(settings.tools)
-            params["tool_choice"] = settings.tool_choice
+            params["tools"] = [_nested(tool) for tool in settings.tools]
+            params["tool_choice"] = _nested(settings.tool_choice) if isinstance(settings.tool_choice, dict) else settings.tool_choice
         outputs = {"text"}
         if settings.modality == "audio":
             outputs.add("audio")
@@ -1087,6 +1124,8 @@ class Session:
             response.item.status = "completed" if status == "completed" else "incomplete"
             index = next((i for i, item in enumerate(self.items) if item is response.item), 0)
             previous_id = self.items[index - 1].id if index else None
+        for call in response.calls:
+            call.status = "completed" if status == "completed" else "incomplete"
         actions: list[Action] = [Tell(ResponseEnded(response.copy(), previous_id))]
         if self._active != response.id:
             return actions
@@ -1123,6 +1162,11 @@ class Session:
 
     def _ms(self, samples: int) -> int:
         return samples * 1000 // self.rate_hz
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function as `respond` takes it, and chat completions do: in this protocol its fields lie beside its type."""
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def spoken_ms(item: Item) -> float:

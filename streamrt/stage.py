@@ -54,6 +54,8 @@ class Request(msgspec.Struct):
       respond     messages: list[{role, content, ...}], max_tokens: int, temperature: float, top_p: float, seed: int,
                   stop: list[str], tools: list, voice: str, speed: float, modalities: list[str]
                   (without `messages` the text chunks on the entry edge are the one user message)
+                  A stage may honour more by OpenAI's names (n, logprobs, response_format ..., see stages/ar/params.py);
+                  the gateway passes on those that `describe()["parameters"]` lists and refuses the others.
       speak       voice: str, speed: float, language: str            text arrives as text chunks
       transcribe  language: str, prompt: str, temperature: float, timestamps: bool     audio arrives as audio chunks
       listen      threshold: float, prefix_padding_ms: int, silence_duration_ms: int    audio and event chunks arrive
@@ -121,6 +123,7 @@ class Stage:
 
     takes: ClassVar[set[str]] = set()  # modalities of the input chunks; empty = any
     gives: ClassVar[Mapping[str, str]] = {}  # output port -> modality; the first is the default port
+    device_ports: ClassVar[frozenset[str]] = frozenset()  # output ports whose tensors stay in device memory: for stages on that GPU alone
     tasks: ClassVar[tuple[str, ...]] = ()  # tasks that enter here
     Args: ClassVar[type[msgspec.Struct]] = NoArgs  # what [stage.args] may hold; strict
     load_s: ClassVar[float] = 1.0  # about how long `load` takes on one core; what takes longest is started first
@@ -146,7 +149,8 @@ class Stage:
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Facts that clients may ask for, fixed after `load`: {"model": str, "voices": [str], "sample_rate_hz": int ...}."""
+        """Facts that clients may ask for, fixed after `load`: {"model": str, "voices": [str], "sample_rate_hz": int,
+        "parameters": [str] ...}."""
         return {}
 
     async def compute(self, fn: Callable[..., T], *args: Any) -> T:

@@ -10,7 +10,7 @@ The same ring, messages, leases and credit as `outlet.py` and `inbound.py`; what
 Rules
 - Each end belongs to one thread; leases and their views may die on any.
 - Releases go out when a quarter of a window or a big chunk has settled, and at once when the producer waits and the consumer hears it:
-  in `recv`.
+  in `recv`. A consumer that does not come back to `recv` within the producer's `hang_timeout_s`, while a send waits for it, is given up.
 - No jumbo areas are made: the arena must have slots for the largest chunk. Those of a dialing `ShmOutlet` are read.
 """
 
@@ -272,6 +272,9 @@ class BlockingInbound(_End):
                 self._map(message.file, message.classes, fd)
             elif isinstance(message, FileGone):
                 self._areas.pop(message.file, None)
+            elif isinstance(message, channel.Ping):
+                with contextlib.suppress(Broken):  # said by the next read
+                    self._post(encode(channel.Pong()))
 
     def close(self) -> None:
         super().close()

@@ -6,6 +6,8 @@
       FileComing, File + descriptor  ---->  (a jumbo area, before the first chunk that lies in it)
       Data, Cancel, FileGone, Hurry  ---->
                                    <------  Release (many chunks at once)
+      Ping                         ------>
+                                   <------  Pong
       end-of-file = that side is gone
 
 Knows sockets and messages. Knows nothing of slots, credit or requests.
@@ -38,7 +40,7 @@ import msgspec
 from transport.chunk import ChunkHeader
 from transport.errors import Broken, ProtocolError, TooLarge
 
-VERSION = 1  # of these messages and of layout.py
+VERSION = 2  # of these messages; 1 knew no Hurry, Ping and Pong
 MAX_MESSAGE_BYTES = 128 * 2**10
 MAX_READS = 64  # messages per callback
 _LONE = 16  # callbacks that read one message only, after one that found no second
@@ -97,7 +99,11 @@ class Hurry(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
     """A send waits for credit or for a slot: release what you have, and what you have next, at once."""
 
 
-ToConsumer = Hello | Data | Cancel | FileComing | File | FileGone | Hurry
+class Ping(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
+    """A send has waited for long: say that you live."""
+
+
+ToConsumer = Hello | Data | Cancel | FileComing | File | FileGone | Hurry | Ping
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
@@ -119,7 +125,11 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
     reason: str
 
 
-ToProducer = Welcome | Release | Refused
+class Pong(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
+    """Answer to Ping."""
+
+
+ToProducer = Welcome | Release | Refused | Pong
 
 _encode = msgspec.msgpack.Encoder().encode
 to_consumer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToConsumer)
@@ -207,6 +217,14 @@ class Lane:
         if not self._queue and not self.closed:
             with contextlib.suppress(OSError):  # the peer was faster
                 self._sock.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """No more posts, and what is queued is dropped: the peer reads end-of-file after what it was sent. Messages from it still come."""
+        self._hung_up = True
+        if self._queue:
+            self._queue.clear()
+            self._loop.remove_writer(self._fd)
+        self.finish()
 
     def close(self) -> None:
         """Hang up. Idempotent."""

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from transport.deferred import Deferred
+
 Modality = Literal["text", "tokens", "audio", "codes", "hidden", "image", "video", "latents", "kv", "action", "event"]
 MODALITIES: tuple[str, ...] = Modality.__args__  # type: ignore[attr-defined]
 
@@ -171,7 +173,8 @@ def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], li
     arrays: list[np.ndarray] = []
     offset = 0
     for name, array in tensors.items():
-        array = np.asarray(array, order="C")  # keeps 0-d as it is
+        if type(array) is not np.ndarray or not array.flags.c_contiguous:
+            array = array if isinstance(array, Deferred) else np.asarray(array, order="C")  # keeps 0-d as it is
         nbytes = array.nbytes
         specs.append(TensorSpec(name, _dtype_name(name, array.dtype), array.shape, offset, nbytes))
         arrays.append(array)
@@ -196,14 +199,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:
     """A read-only array over `payload` (any buffer) as `spec` describes it; raises ValueError when the range does not fit."""
-    dtype = numpy_dtype(spec.dtype)
     try:
-        array = np.ndarray(spec.shape, dtype, payload, spec.offset)
+        array: np.ndarray = np.ndarray(spec.shape, numpy_dtype(spec.dtype), payload, spec.offset)
     except TypeError as error:  # beyond the end
         raise ValueError(f"tensor {spec.name}: {error}") from error
     if array.nbytes != spec.nbytes:
         raise ValueError(f"tensor {spec.name}: {spec.nbytes} bytes can not hold {spec.shape} {spec.dtype}")
-    array.setflags(write=False)
+    flags = array.flags
+    if flags.writeable:  # most payloads are read-only themselves
+        flags.writeable = False
     return array
 
 

@@ -34,7 +34,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True):
     window_chunks: int = 32  # unreleased chunks of one request on one edge
     window_bytes: int = 32 * 2**20  # unreleased bytes of one request on one edge
     max_chunk_bytes: int = 256 * 2**20  # one chunk; larger is TooLarge
-    inline_bytes: int = 4096  # payloads up to this ride inside the descriptor
+    inline_bytes: int = 16 * 2**10  # payloads up to this ride inside the descriptor: below it a slot costs more than the copies
+    hang_timeout_s: float = 10.0  # a consumer for which a send waits and that says nothing for so long hangs, and is given up
 
 
 class ConnectorStats(msgspec.Struct):
@@ -51,6 +52,8 @@ class ConnectorStats(msgspec.Struct):
     bytes_total: int = 0
     peers: int = 0
     dropped_stale: int = 0  # chunks of cancelled requests released unread
+    peers_hung: int = 0  # consumers that were given up because they hung
+    bytes_quarantined: int = 0  # what those may still read
 
 
 class Lease(Protocol):

@@ -196,6 +196,9 @@ class Inbound:
                 self._hurry = True
                 if self._settled:
                     self._flush()
+            case channel.Ping():
+                with contextlib.suppress(Broken):  # it did not wait for the answer
+                    self._lane.post(channel.encode(channel.Pong()))
 
     def _map(self, number: int, classes: tuple[tuple[int, int], ...], fd: int) -> None:
         if fd < 0 or number in self._areas:

@@ -16,12 +16,20 @@ import fcntl
 import mmap
 import os
 
+import numpy as np
+
 from transport.errors import NoSpace, ProtocolError
 
 SHM_DIR = "/dev/shm"
 _ROOMY = 2  # a file system that could not hold what so many processes may want is not meant for it (containers often get 64 MB): memfd
 _F_SEAL_FUTURE_WRITE = 0x10  # fcntl has it from Python 3.13 on
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Mapping(mmap.mmap):
+    """Memory of a file. `pinned` is for what makes it known to a device, and dies with the mapping, just before it is unmapped."""
+
+    pinned: object = None
 
 
 class MemFile:
@@ -35,7 +43,7 @@ class MemFile:
         writable, sealed = _open(max(nbytes, budget_bytes))
         try:
             _allocate(writable, nbytes, where="memory" if sealed else SHM_DIR)
-            self.memory = memoryview(mmap.mmap(writable, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+            self.memory = memoryview(Mapping(writable, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
             if sealed:
                 fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _SEALS)
             self.fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
@@ -57,6 +65,15 @@ def attach(fd: int, nbytes: int) -> memoryview:
     if size < nbytes:
         raise ProtocolError(f"shared memory of {size} bytes, and its writer said {nbytes}")
     return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+
+
+def mapping_of(array: np.ndarray) -> Mapping | None:
+    """The writer's mapping in which `array` lies; None when it is private memory."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapping = base.obj if isinstance(base, memoryview) else None
+    return mapping if isinstance(mapping, Mapping) else None
 
 
 def _open(budget_bytes: int) -> tuple[int, bool]:

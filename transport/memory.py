@@ -22,6 +22,7 @@ import numpy as np
 from transport.chunk import ChunkHeader, TensorSpec, on_device, view
 from transport.connector import Connector, ConnectorOptions, ConnectorStats, Lease, Outlet
 from transport.credit import Windows
+from transport.deferred import any_deferred
 from transport.errors import Broken, Closed, TransportError
 from transport.payload import fill, payload_bytes
 from transport.window import Tombstones
@@ -218,7 +219,7 @@ async def gathered(specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray], nb
     if on_device(specs):
         raise ValueError("a tensor in device memory goes to processes of this host only, by the shm connector; send it as an array")
     payload = np.empty(nbytes, np.uint8)
-    if nbytes < THREAD_COPY_BYTES:
+    if nbytes < THREAD_COPY_BYTES and not any_deferred(arrays):
         fill(payload, specs, arrays)
     else:
         await asyncio.to_thread(fill, payload, specs, arrays)

@@ -6,12 +6,15 @@ Rules
 - A chunk is the consumer's once its descriptor is posted; until then a cancelled send leaves no trace.
 - What is lent (`_lent`) comes back by `Release`, or all at once when the consumer is gone: slots, credit, blocks of device memory.
 - `close` only ends sending: the lane stays until what was sent has been released.
+- A consumer that hangs while a send waits for it is given up, and what it was lent is quarantined: it comes back when the consumer has
+  released it or has hung up, by waking or by dying, and not before. Until then it may be reading.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +27,14 @@ from transport.channel import INLINE, Cancel, Data, File, FileComing, FileGone, 
 from transport.chunk import ChunkHeader, on_device
 from transport.connector import ConnectorOptions, ConnectorStats, Outlet
 from transport.credit import Windows
+from transport.deferred import any_deferred
 from transport.errors import Broken, Closed, ProtocolError, TooLarge, TransportError
 from transport.payload import fill, pack, payload_bytes
 from transport.ring import Loan
+from transport.watch import Watch
 from transport.window import Window
+
+log = logging.getLogger(__name__)
 
 THREAD_COPY_BYTES = 4 * 2**20  # a longer copy would hold the loop for more than about 0.2 ms
 _HURRY = encode(Hurry())
@@ -52,6 +59,7 @@ class ShmOutlet(Outlet):
         self.endpoint = endpoint
         self.peer = ""  # the consumer's name
         self.error: TransportError | None = None  # why nothing can be sent any more
+        self._hangs = False  # given up while it may still read
         self._arena = arena
         self._threads = threads
         self._max_chunk_bytes = options.max_chunk_bytes
@@ -66,13 +74,21 @@ class ShmOutlet(Outlet):
         self._next_number = 0
         self._known_files = {ARENA_FILE}  # what the consumer has been given
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hang_timeout_s = options.hang_timeout_s
+        self._watch = Watch(options.hang_timeout_s, self._is_waited_for, self._ask, self._on_hung)
         self._lane = Lane(sock, buffer, channel.to_producer, self._on_message, self._on_end)
 
     async def introduce(self, name: str) -> None:
         """Hand the arena over and wait for the answer. Raises Broken, ProtocolError."""
         hello = Hello(channel.VERSION, name, self._arena.ring.layout.classes)
         self._lane.post(encode(hello), self._arena.files[ARENA_FILE])
+        self._watch.begin()
         await self._welcome
+
+    @property
+    def bytes_quarantined(self) -> int:
+        """What a consumer that hangs may still read."""
+        return sum(nbytes for _, nbytes, loan, _ in self._lent.values() if loan is not None) if self._hangs else 0
 
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
         specs = header.tensors
@@ -127,6 +143,7 @@ class ShmOutlet(Outlet):
     def hurry(self) -> None:
         """A send waits for what the consumer may have done with."""
         if self._lent:
+            self._watch.begin()
             with contextlib.suppress(Broken):  # end-of-file gives it back
                 self._lane.post(_HURRY)
 
@@ -156,7 +173,7 @@ class ShmOutlet(Outlet):
         loan = arena.try_loan(nbytes, header.request_id) or await self._loan(header.request_id, nbytes, windows)
         copied: asyncio.Future[None] | None = None
         try:
-            if nbytes < THREAD_COPY_BYTES:
+            if nbytes < THREAD_COPY_BYTES and not any_deferred(arrays):
                 fill(loan.payload, header.tensors, arrays)
             else:
                 copied = asyncio.get_running_loop().run_in_executor(self._threads, fill, loan.payload, header.tensors, arrays)
@@ -192,6 +209,8 @@ class ShmOutlet(Outlet):
                 self._arena.released()
                 raise
         self._lent[number] = (window, nbytes, loan, tuple(arrays) if on_device(header.tensors) else ())
+        if loan is not None and self._arena.waiting:
+            self._watch.begin()
         self._next_number = number + 1
         self._counters.chunks_sent += 1
         self._counters.bytes_sent += nbytes
@@ -224,8 +243,29 @@ class ShmOutlet(Outlet):
     def _end(self, error: TransportError) -> None:
         if self.error is None:
             self.error = error
+            self._watch.end()
             self._windows.end(error)
             self._on_ended(self)
+
+    def _is_waited_for(self) -> bool:
+        if self.error is not None:
+            return False
+        return not self._welcome.done() or bool(self._lent and (self._waits or self._arena.waiting))
+
+    def _ask(self) -> None:
+        with contextlib.suppress(Broken):  # end-of-file says so
+            self._lane.post(encode(channel.Ping()))
+
+    def _on_hung(self) -> None:
+        peer = self.peer or self.endpoint
+        error = Broken(f"{peer} hangs: a send waits for it, and it has said nothing for {self._hang_timeout_s:g} s")
+        log.warning("%s: it is given up, and keeps %d chunks until it wakes or ends", error, len(self._lent))
+        self._counters.peers_hung += 1
+        self._hangs = True
+        self._answered(error)
+        self._end(error)
+        self._lane.cut()
+        self._hang_up_if_done()
 
     def _hang_up_if_done(self) -> None:
         if self.error is not None and not self._lent:
@@ -233,7 +273,8 @@ class ShmOutlet(Outlet):
 
     # ---- hearing
 
-    def _on_message(self, message: Welcome | Release | Refused, fd: int) -> None:
+    def _on_message(self, message: Welcome | Release | Refused | channel.Pong, fd: int) -> None:
+        self._watch.heard = True
         match message:
             case Release():
                 self._on_release(message.numbers)

@@ -28,7 +28,7 @@ def payload_bytes(specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> 
 
 def fill(payload: np.ndarray, specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> None:
     """Copy `arrays` to their places in `payload` (bytes)."""
-    for spec, array in zip(specs, arrays, strict=True):
+    for spec, array in zip(specs, arrays):  # noqa: B905 (compared in `payload_bytes`)
         if spec.nbytes:
             np.copyto(np.ndarray(array.shape, array.dtype, payload, spec.offset), array)
 

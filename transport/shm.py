@@ -11,6 +11,7 @@ Rules
 - A view is valid memory for as long as it lives. Its content is kept until then as well, unless the connector that took it is closed
   or the producer takes this process for dead: then the slot may be used again.
 - End-of-file is death. What a dead consumer had borrowed comes back at once; what a dead producer wrote stays readable.
+- A consumer that hangs is not dead: what it had borrowed is quarantined, see outlet.py. It is told by end-of-file when it wakes.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class ShmConnector(Connector):
         counters.slots_in_use = arena.slots_in_use if arena else 0
         counters.bytes_in_use = arena.bytes_in_use if arena else 0
         counters.bytes_total = arena.bytes_total if arena else 0
+        counters.bytes_quarantined = sum(outlet.bytes_quarantined for outlet in self._closing)
         return counters
 
     async def close(self) -> None:

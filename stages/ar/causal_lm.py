@@ -1,17 +1,19 @@
 """`ar.causal_lm`: a conversation in, the reply's text out, by any causal language model of transformers.
 
-The stage knows its arguments and what to load; the rest is `engine.py`'s. Imports no torch before `load`.
+The stage knows its arguments, what to load and how much memory to ask for; the rest is `text_engine.py`'s and `engine.py`'s.
+Imports no torch before `load`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from stages.ar.params import Generation, Sampling, parse
+from stages.ar.params import HONOURED, Generation, Sampling, parse
 from streamrt import ConfigError, EngineStage, Request
 
 if TYPE_CHECKING:
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
 
 class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str  # weights:NAME, a folder with safetensors, a GGUF file, a hub id in the local cache, random:config.json
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8"] = (
-        "auto"  # auto: bfloat16 where there is hardware for it, else float32
-    )
-    attn: Literal["sdpa", "eager"] = "sdpa"
+    # auto: bfloat16 where there is hardware for it, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8"] = "auto"
     max_tokens: Annotated[int, Meta(ge=1)] = 256  # of a reply: the default and the most
     max_context: Annotated[int, Meta(ge=16)] | None = None  # tokens of prompt and reply; the model's own limit, at most 8192, when left out
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0  # of requests that name none; 0 is greedy. So are the next three
@@ -32,15 +32,12 @@ class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
     instructions: str = ""  # the system message of requests that bring none; computed at load
-    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = (
-        None  # keys and values of all requests; 1024, or half of what a GPU has free, when left out
-    )
-    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # tokens; 4 on a CPU and 16 on a GPU when left out
+    # What is left out of the next ones depends on the device, see `sizes`.
+    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = None  # keys and values of all requests
+    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # tokens
     prefix_cache: bool = True  # prompts that begin alike are computed once
-    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = (
-        None  # in one step, and a cancel waits for one; 128 on a CPU, 2048 on a GPU when left out
-    )
-    max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time; 16 on a CPU and 64 on a GPU when left out
+    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = None  # in one step, and a cancel waits for one
+    max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time
     max_waiting: Annotated[int, Meta(ge=1)] = 256  # sequences that wait for their turn; more are refused
     prompt_attention: Literal["auto", "flash_attn", "cudnn", "flash", "sdpa"] = "auto"  # on a GPU; auto: the fastest that can run there
     cuda_graphs: bool = True  # decode under CUDA graphs where the model can be captured
@@ -68,7 +65,6 @@ class CausalLM(EngineStage):
             dtype=args.dtype,
             device=context.device,
             threads=context.threads,
-            attention=args.attn,
             progress=context.progress,
         )
         # 2. the engine around it
@@ -79,6 +75,7 @@ class CausalLM(EngineStage):
         self._choices = runner.describe()
         core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
+        self._grammars, self._vocabulary = engine.grammars, engine.vocabulary
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
         context.progress("warming up")
         request = Request("warm-up", "respond", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3})
@@ -102,13 +99,19 @@ class CausalLM(EngineStage):
     def parse(self, request: Request) -> Generation:
         args = self.args
         defaults = Sampling(args.temperature, args.top_p, args.top_k, repetition_penalty=args.repetition_penalty)
-        return parse(request.params, defaults, args.max_tokens, args.instructions)
+        return parse(request.params, defaults, args.max_tokens, args.instructions, vocabulary=self._vocabulary)
+
+    async def prepare(self, request: Request) -> Generation:
+        generation = self.parse(request)
+        if generation.grammar is not None:
+            await asyncio.to_thread(self._grammars.start, generation.grammar)  # compiled there; the engine finds it
+        return generation
 
     def describe(self) -> dict[str, Any]:
         name = self.args.model.removeprefix("weights:")
         if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
             name = Path(name).name.removesuffix(".gguf")
-        return {"model": name, "dtype": self._dtype, **self._choices}
+        return {"model": name, "dtype": self._dtype, "parameters": list(HONOURED), **self._choices}
 
     def state(self) -> dict[str, Any]:
         engine: TextEngine = self.host.engine  # type: ignore[assignment]
@@ -140,20 +143,21 @@ def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
     is_cpu = runner.device.type == "cpu"
     block_size = args.block_size or (4 if is_cpu else 16)
     max_sequences = args.max_sequences or (16 if is_cpu else 64)
-    if args.kv_cache_mb is not None:
-        nbytes = args.kv_cache_mb << 20
-    else:
-        nbytes = 1 << 30 if is_cpu else torch.cuda.mem_get_info(runner.device)[0] // 2
-    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
-    room = (nbytes // per_block - 1) * block_size
     limit = getattr(runner.config, "max_position_embeddings", None) or 8192
     if args.max_context is not None and args.max_context > limit:
         raise ConfigError(f"max_context: got {args.max_context}, the model was made for {limit}", param="max_context")
     max_context = args.max_context or min(limit, 8192)
+    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
+    least = (-(-max_context // block_size) + 2) * per_block
+    if args.kv_cache_mb is not None:
+        nbytes = args.kv_cache_mb << 20
+    else:
+        nbytes = max(1 << 30, least) if is_cpu else torch.cuda.mem_get_info(runner.device)[0] // 2
+    room = (nbytes // per_block - 1) * block_size
     if room < max_context:
         raise ConfigError(
             f"kv_cache_mb: {nbytes >> 20} MB hold {max(room, 0)} tokens, expected at least max_context, {max_context}",
-            hint=f"one token takes {per_block // block_size} bytes: set kv_cache_mb = {-(-(max_context + 2 * block_size) * per_block // block_size >> 20) + 1}, or a shorter max_context",
+            hint=f"set kv_cache_mb = {(least >> 20) + 1}, or a shorter max_context",
             param="kv_cache_mb",
         )
     most = min(room // block_size, max_sequences * (-(-max_context // block_size)) * 2)  # more would never be used

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stages.ar.engine import Engine, Job, Next
-from stages.ar.sampler import Row, Sampled, sample
+from stages.ar.sampler import Row, Sampled, choose
 
 
 class Frames:
@@ -80,7 +80,7 @@ class CodePredictor:
         codes, total = [first], embedding
         for head, embed in zip(self._predictor.lm_head, self._embed_others, strict=True):
             out = self._predictor.model(inputs_embeds=inputs, use_cache=True, **{self._cache_name: cache}).last_hidden_state[:, -1]
-            code = torch.tensor([choice.token for choice in sample(head(out), samplers)], device=hidden.device)
+            code = choose(head(out), samplers)
             codes.append(code)
             embedding = embed(code)
             inputs, total = embedding[:, None], total + embedding

@@ -17,6 +17,7 @@ Rules
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +29,7 @@ from stages.ar.attention import Prefill
 from stages.ar.blocks import BlockPool, Content, PrefixKeys
 from stages.ar.params import Sampling
 from stages.ar.runner import Batch, Result, Runner
-from stages.ar.sampler import Row, Sampled, sample
+from stages.ar.sampler import Grammar, Row, Sampled, sample
 from stages.ar.scheduler import Scheduler, Sequence, Span
 
 
@@ -87,8 +88,7 @@ class Job(Sequence):
     positions: torch.Tensor | None = None  # (3, prompt) int64 for models with three-dimensional positions; None: 0, 1, 2 ...
     hook: Hook | None = None
     state: Any = None  # the hook's
-    min_length: int = 0  # tokens, with the prompt's; before that `ends` are not chosen
-    ends: tuple[int, ...] = ()
+    ends: Collection[int] = ()  # tokens that end it, for its owner and its hook
     is_paused: bool = False  # its reader is slow
     is_waiting: bool = False  # for an input
     is_over: bool = False
@@ -119,8 +119,8 @@ class _Pass(NamedTuple):
 
     @property
     def is_known_to_device(self) -> bool:
-        """Whether the likeliest tokens are the ones."""
-        return all(job.sampler.is_plain and job.hook is None and at >= job.min_length for job, at in zip(self.jobs, self.ats, strict=True))
+        """Whether the likeliest tokens are the ones, and nobody asks for more."""
+        return all(job.sampler.is_plain and job.sampler.logprobs is None and job.hook is None for job in self.jobs)
 
 
 class Engine:
@@ -169,7 +169,11 @@ class Engine:
         tokens: Tokens[int],
         sampling: Sampling,
         *,
-        grammar: Any = None,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
+        min_tokens: int = 0,
+        ends: Collection[int] = (),
+        suppressed: Collection[int] = (),
         embeddings: Tokens[tuple[int, torch.Tensor]] = (),
         contents: Tokens[Content] = (),
         **fields: Any,
@@ -178,8 +182,12 @@ class Engine:
 
         Args:
             tokens: the prompt; any id where an embedding or a content stands.
-            sampling: how the next token is chosen.
-            grammar: what the sampler is bound to.
+            sampling: see `sampler.Row`, and so the next five.
+            grammar: what may follow.
+            logprobs: how many to tell.
+            min_tokens: before one of `ends`.
+            ends: end tokens.
+            suppressed: never chosen.
             embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
                 is found again.
             contents: what the tokens of a span stand for.
@@ -191,8 +199,8 @@ class Engine:
             inputs.put(position, rows)
             if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
                 keys.stop_at(position)
-        sampler = Row(sampling, tokens, device=self.runner.device, grammar=grammar)
-        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, **fields)
+        sampler = Row(sampling, tokens, grammar=grammar, logprobs=logprobs, min_tokens=min_tokens, ends=ends, suppressed=suppressed)
+        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, ends=ends, **fields)
 
     def add(self, job: Job) -> None:
         """Raises TooLong, Overloaded; see Scheduler.add."""
@@ -259,15 +267,13 @@ class Engine:
             return []
         if now.is_known_to_device:
             tokens = now.result.likeliest()
-            sampled = [Sampled(tokens[n]) for n in rows]
-            for n, choice in zip(rows, sampled, strict=True):
-                now.jobs[n].tokens[now.ats[n] :] = [choice.token]
-            return [Advance(now.jobs[n], choice) for n, choice in zip(rows, sampled, strict=True)]
+            advances = [Advance(now.jobs[n], Sampled(tokens[n])) for n in rows]
+            for n, (job, choice, _) in zip(rows, advances, strict=True):
+                job.tokens[now.ats[n] :] = [choice.token]
+                job.sampler.push(choice.token)
+            return advances
         jobs = now.jobs if len(rows) == len(now.jobs) else [now.jobs[n] for n in rows]
         logits, hidden = (x if jobs is now.jobs else x[rows] for x in (now.result.logits, now.result.hidden))
-        for n, job in enumerate(jobs):
-            if len(job.tokens) < job.min_length:
-                logits[n, list(job.ends)] = -torch.inf
         sampled = sample(logits, [job.sampler for job in jobs])
         for job, choice in zip(jobs, sampled, strict=True):
             job.tokens.append(choice.token)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.lean import lean_imports
 from streamrt import ConfigError
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -33,7 +34,7 @@ def pick_dtype(asked: str, device: str, flags: frozenset[str]) -> str:
     return "bfloat16" if device != "cpu" or flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
-def load(source: Any, *, dtype: str, device: str, threads: int, attention: str, progress: Callable[[str], None]) -> tuple[Any, Any, str]:
+def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callable[[str], None]) -> tuple[Any, Any, str]:
     """Model, tokenizer and the dtype that was chosen. `source`: a checkpoint's folder, a GGUF file, or what `random:` resolves to.
 
     Blocks for seconds.
@@ -50,7 +51,8 @@ def load(source: Any, *, dtype: str, device: str, threads: int, attention: str, 
 
     torch.set_num_threads(threads)
     progress("importing transformers")
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    with lean_imports():
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_utils  # noqa: F401 (the names alone import little)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -68,11 +70,9 @@ def load(source: Any, *, dtype: str, device: str, threads: int, attention: str, 
         if is_random:
             torch.manual_seed(0)
             config = AutoConfig.from_pretrained(path)
-            model = AutoModelForCausalLM.from_config(config, dtype=tensor_type, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=tensor_type)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=tensor_type, attn_implementation=attention, output_loading_info=True, **gguf
-            )
+            model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=tensor_type, output_loading_info=True, **gguf)
             refuse_gaps(path, info)
     except (OSError, ValueError, RuntimeError, KeyError) as error:  # how transformers says that a folder is no such model
         raise ConfigError(f"{path}: not a causal language model that transformers can load: {error}", param="model") from error
@@ -94,7 +94,7 @@ PARTS = {
 }
 
 
-def load_part(path: Path, part: str, *, dtype: str, device: str, attention: str = "sdpa") -> Any:
+def load_part(path: Path, part: str, *, dtype: str, device: str) -> Any:
     """One of `PARTS` out of a Qwen3-Omni checkpoint's folder; the others' weights are not read.
 
     Raises:
@@ -111,7 +111,7 @@ def load_part(path: Path, part: str, *, dtype: str, device: str, attention: str 
     try:
         config = getattr(transformers.AutoConfig.from_pretrained(path), attribute)
         model, info = getattr(transformers, name).from_pretrained(
-            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
+            path, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:  # how transformers says that it is no such checkpoint
         raise ConfigError(f"{path}: no {part} that transformers can load: {error}", param="model") from error

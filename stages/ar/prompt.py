@@ -5,6 +5,7 @@ Knows tokenizers. Knows nothing of torch or of caches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from streamrt import BadRequest, TooLong
@@ -42,6 +43,16 @@ class Prompter:
             kept = _without_oldest(kept) if may_truncate else []
         what = "even its last message" if may_truncate else "the conversation"
         raise TooLong(f"messages: {what} does not fit into {room} tokens", param="messages")
+
+    def plain(self, prompt: str | Sequence[int], room: int) -> list[int]:
+        """Tokens of a prompt that goes to the model as it is. Raises TooLong; BadRequest when there are none."""
+        is_sure = isinstance(prompt, str) and len(prompt) > self.max_chars(room)
+        tokens = [] if is_sure else self._encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
+        if is_sure or len(tokens) > room:
+            raise TooLong(f"prompt: does not fit into {room} tokens", param="prompt")
+        if not tokens:
+            raise BadRequest("prompt: it is empty, and this model needs a token to begin with", param="prompt")
+        return tokens
 
     def _newest_that_may_fit(self, turns: list[dict[str, Any]], room: int) -> list[dict[str, Any]]:
         """The end of `turns` whose bare text has at most `room` tokens: what is dropped for sure is never rendered."""

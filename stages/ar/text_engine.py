@@ -1,8 +1,9 @@
 """Text in, text out, on the autoregressive engine: what `ar.causal_lm` hosts.
 
-    conversation -> prompt tokens -> jobs, one for each choice -> tokens -> text
+    conversation -> prompt tokens -> jobs, one for each choice -> tokens -> text -> text and calls
 
-Knows requests, conversations and text. Knows nothing of scheduling, memory and tensors: `engine.py` steps, `Prompter` and `Detokenizer` translate.
+Knows requests, conversations and text. Knows nothing of scheduling, memory and tensors: `engine.py` steps, `Prompter`, `Detokenizer` and
+`ToolCallParser` translate.
 
 Rules
 - A request ends once, when all its choices have; its jobs go with it.
@@ -15,29 +16,50 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from stages.ar.detokenizer import Detokenizer
 from stages.ar.engine import Advance, Engine, Job
-from stages.ar.params import Generation, Sampling, with_instructions
+from stages.ar.logprobs import TokenTexts
+from stages.ar.params import Generation, with_instructions
 from stages.ar.prompt import Prompter
 from stages.ar.sampler import Sampled
-from streamrt import BadRequest, Chunk, Output, Request, TooLong, text_chunk
+from stages.ar.structured import Grammars
+from stages.ar.tool_calls import Piece, ToolCallParser, piece_chunk
+from streamrt import BadRequest, Chunk, Output, Request, StageFailed, TooLong
 
 
 class Choice:
     """One of a request's replies on its way."""
 
-    def __init__(self, index: int, job: Job, detokenizer: Detokenizer) -> None:
+    def __init__(self, index: int, job: Job, detokenizer: Detokenizer, calls: ToolCallParser | None) -> None:
         self.index = index
         self.job = job
         self.detokenizer = detokenizer
-        self.logprobs: list[dict[str, Any]] = []  # of tokens whose text has not been said yet
+        self.calls = calls  # None: its text is text
+        self.untold: list[Sampled] = []  # tokens whose log probabilities are asked for and have not been told
         self.reason = ""  # why it ended
 
     @property
     def completion_tokens(self) -> int:
         return len(self.job.tokens) - self.job.prompt_length
+
+    def read(self, token: int) -> list[Piece]:
+        """What is sure with one token more."""
+        text = self.detokenizer.push(token)
+        return self._pieces(text)
+
+    def finish(self) -> list[Piece]:
+        """What is left when no token follows."""
+        pieces = self._pieces(self.detokenizer.finish())
+        if self.calls is not None:
+            pieces += self.calls.finish()
+            if self.reason == "stop" and self.calls.num_calls:
+                self.reason = "tool_calls"
+        return pieces
+
+    def _pieces(self, text: str) -> list[Piece]:
+        if self.calls is not None:
+            return self.calls.push(text)
+        return [text] if text else []
 
 
 class Reply:
@@ -58,11 +80,14 @@ class TextEngine:
 
     def __init__(self, engine: Engine, tokenizer: Any, *, instructions: str = "") -> None:
         self.engine = engine
+        self.vocabulary: int = engine.runner.config.vocab_size
         self.tokenizer = tokenizer
         self.prompter = Prompter(tokenizer)
+        self._texts = TokenTexts(tokenizer)
         self.tokens_per_s = 0.0  # while decoding, of all requests together, smoothed
         self._instructions = instructions
         self._ends = engine.runner.end_tokens(tokenizer.eos_token_id)
+        self.grammars = Grammars(tokenizer, self.vocabulary, self._ends)
         self._replies: dict[str, Reply] = {}
         self._choices: dict[Job, tuple[Reply, Choice]] = {}
 
@@ -70,12 +95,12 @@ class TextEngine:
 
     def submit(self, request: Request, params: Generation) -> None:
         reply = self._replies[request.id] = Reply(request.id, params)
-        if params.messages is not None:
+        if params.messages is not None or params.prompt is not None:
             self._begin(reply, params.messages)
 
     def feed(self, request_id: str, chunk: Chunk) -> None:
         reply = self._replies[request_id]
-        if reply.generation.messages is None and chunk.modality == "text":
+        if not reply.choices and chunk.modality == "text":
             reply.fed_chars += len(chunk.text)
             if reply.fed_chars > self.prompter.max_chars(self.max_context):
                 raise TooLong(f"text: longer than {self.max_context} tokens can be")
@@ -127,23 +152,31 @@ class TextEngine:
             self._measure(len(advances), time.perf_counter() - began)
         return [output for advance in advances for output in self._say(advance)]
 
-    def _begin(self, reply: Reply, messages: list[dict[str, Any]]) -> None:
+    def _begin(self, reply: Reply, messages: list[dict[str, Any]] | None) -> None:
         """Its input is whole: make the prompt, and a job for each choice."""
         generation = reply.generation
         room = self.max_context - min(generation.max_tokens, self.max_context // 4)  # some of the context is the reply's
-        tokens, reply.dropped_messages = self.prompter.build(messages, room, tools=generation.tools, may_truncate=generation.may_truncate)
+        if messages is None:
+            assert generation.prompt is not None
+            tokens = self.prompter.plain(generation.prompt, room)
+        else:
+            tokens, reply.dropped_messages = self.prompter.build(
+                messages, room, tools=generation.tools, may_truncate=generation.may_truncate
+            )
         for index in range(generation.n):
             job = self.engine.job(
                 tokens,
-                _sampling(generation, index),
-                grammar=generation.grammar,
+                generation.sampling_of(index),
+                grammar=self.grammars.start(generation.grammar) if generation.grammar is not None else None,
+                logprobs=generation.logprobs,
+                min_tokens=generation.min_tokens,
+                ends={*self._ends, *generation.stop_token_ids},
                 priority=generation.priority,
                 leader=reply.choices[0].job if index else None,
-                min_length=len(tokens) + generation.min_tokens,
-                ends=tuple({*self._ends, *generation.stop_token_ids}),
             )
             self.engine.add(job)
-            choice = Choice(index, job, Detokenizer(self._decode, generation.stop))
+            calls = ToolCallParser() if generation.has_tool_calls else None
+            choice = Choice(index, job, Detokenizer(self._decode, generation.stop), calls)
             reply.choices.append(choice)
             self._choices[job] = reply, choice
             self.engine.pause(job, is_paused=reply.is_paused)
@@ -156,48 +189,43 @@ class TextEngine:
                 self.engine.pause(choice.job, is_paused=is_paused)
 
     def _say(self, advance: Advance) -> list[Output]:
+        if advance.job not in self._choices:  # another choice of its request has failed in this step
+            return []
         reply, choice = self._choices[advance.job]
         generation, token = reply.generation, advance.sampled.token
+        if error := advance.job.sampler.error:
+            self.cancel(reply.request_id)
+            return [Output(reply.request_id, error=StageFailed(f"the reply's grammar takes too much work: {error}"))]
         # 1. what this token says, and whether it is the last
-        text = ""
+        pieces: list[Piece] = []
         if token in generation.stop_token_ids or token in self._ends and not generation.ignore_eos:
             choice.reason = "stop"
         else:
-            text = choice.detokenizer.push(token)
+            pieces = choice.read(token)
             if generation.logprobs is not None:
-                choice.logprobs.append(self._logprob(advance.sampled))
+                choice.untold.append(advance.sampled)
             if choice.detokenizer.is_stopped:
                 choice.reason = "stop"
             elif choice.completion_tokens >= generation.max_tokens or len(choice.job.tokens) >= self.max_context:
                 choice.reason = "length"
         if choice.reason:
-            text += choice.detokenizer.finish()
+            pieces += choice.finish()
             self._retire(choice)
-        # 2. chunks: the text, and the end of a choice that is not the only one
-        outputs = []
-        meta: dict[str, Any] = {}
-        if generation.n > 1:
-            meta["choice"] = choice.index
-            if choice.reason:
-                meta["finish_reason"] = choice.reason
-        if choice.logprobs and (text or choice.reason):
-            meta["logprobs"], choice.logprobs = choice.logprobs, []
-        if text or meta and (choice.reason or "logprobs" in meta):
-            outputs.append(Output(reply.request_id, text_chunk(text, **meta)))
+        # 2. chunks; log probabilities go with the first text that is said after their tokens
+        is_one_of_many = generation.n > 1
+        if choice.reason and not pieces and (choice.untold or is_one_of_many):
+            pieces = [""]
+        chunks = [piece_chunk(piece, **({"choice": choice.index} if is_one_of_many else {})) for piece in pieces]
+        if choice.reason and is_one_of_many:
+            chunks[-1].meta["finish_reason"] = choice.reason
+        if choice.untold and chunks:
+            chunks[0].meta["logprobs"], choice.untold = self._texts.entries(choice.untold), []
+        outputs = [Output(reply.request_id, chunk) for chunk in chunks]
         # 3. the end
         if all(other.reason for other in reply.choices):
             del self._replies[reply.request_id]
             outputs.append(Output(reply.request_id, finished=True, meta=_final(reply)))
         return outputs
-
-    def _logprob(self, sampled: Sampled) -> dict[str, Any]:
-        """As OpenAI tells it."""
-        top = [self._told(token, logprob) for token, logprob in sampled.top]
-        return {**self._told(sampled.token, sampled.logprob), "top_logprobs": top}
-
-    def _told(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _retire(self, choice: Choice) -> None:
         self._choices.pop(choice.job, None)
@@ -221,11 +249,3 @@ def _final(reply: Reply) -> dict[str, Any]:
     }
     truncated = {"truncated_messages": reply.dropped_messages} if reply.dropped_messages else {}
     return {"finish_reason": first.reason, "usage": usage, **truncated}
-
-
-def _sampling(generation: Generation, index: int) -> Sampling:
-    """That of one choice: each has a seed of its own."""
-    sampling = generation.sampling
-    if index == 0 or sampling.seed is None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=sampling.seed + index)

@@ -31,6 +31,13 @@ use = "testing.llm"
 [stage.args.replies]
 capital = "The capital of France is Paris. It is a large city."
 unicode = "你好🌍é"
+pick = "Choice {choice} of some."
+weather = '''Let me see. <tool_call>
+{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}
+</tool_call>
+<tool_call>
+{"name": "time", "arguments": {}}
+</tool_call>'''
 
 [[stage]]
 name = "tts"

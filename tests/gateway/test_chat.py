@@ -91,6 +91,42 @@ async def test_a_spoken_stream_says_id_transcript_sound_expiry(http):
     assert "expires_at" in audio[-2]
 
 
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "time")]
+
+
+async def test_calls_of_tools_are_told_beside_the_text(http):
+    async with http.post(CHAT, json=asked("weather", tools=TOOLS)) as response:
+        choice = (await response.json())["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Let me see."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "time"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris", "days": [1, 2]}
+    assert {call["type"] for call in message["tool_calls"]} == {"function"}
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    again = [*asked("weather")["messages"], message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}]
+    async with http.post(CHAT, json={"messages": [*again, {"role": "user", "content": "thanks"}], "tools": TOOLS}) as response:
+        assert (await response.json())["choices"][0]["message"] == {"role": "assistant", "content": "You said: thanks", "refusal": None}
+
+
+async def test_without_tools_or_with_tool_choice_none_the_text_is_what_was_said(http):
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        async with http.post(CHAT, json=asked("weather", **more)) as response:
+            choice = (await response.json())["choices"][0]
+        assert "<tool_call>" in choice["message"]["content"]
+        assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
+
+
+async def test_choices_stream_side_by_side_and_each_has_its_end(http):
+    async with http.post(CHAT, json=asked("pick", n=3, stream=True, max_tokens=3)) as response:
+        chunks = [json.loads(event)["choices"][0] for event in (await events_of(response))[:-1]]
+    for index in range(3):
+        own = [choice for choice in chunks if choice["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in own) == f"Choice {index} of "
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+
+
 async def test_audio_in_a_message_is_heard_first(http):
     writer = encoder("wav", 16_000, True)
     sound = writer.encode(np.full(4000, 0.25, np.float32)) + writer.finish()
@@ -104,8 +140,11 @@ async def test_audio_in_a_message_is_heard_first(http):
     ("body", "status", "param"),
     [
         (asked(model="gpt-4o"), 404, "model"),
-        (asked(tools=[{"type": "function"}]), 400, "tools"),
-        (asked(n=2), 400, "n"),
+        (asked(tools=[{"type": "function"}]), 400, "tools[0].function"),
+        (asked(n=0), 400, "n"),
+        (asked(n=2, modalities=["text", "audio"], audio={"voice": "tone"}), 400, "n"),
+        (asked(response_format={"type": "json_object"}), 400, "response_format"),
+        (asked(top_k=5), 400, "top_k"),
         (asked([{"type": "image_url", "image_url": {"url": "http://x"}}]), 400, "messages[0].content[0]"),
         (asked([{"type": "text"}]), 400, "messages[0].content[0].text"),
         (asked([{"type": "input_audio", "input_audio": {"data": "?", "format": "wav"}}]), 400, "messages[0].content[0].input_audio.data"),
@@ -119,7 +158,7 @@ async def test_audio_in_a_message_is_heard_first(http):
         (asked(modalities=["text", "audio"], audio={"voice": "nobody"}), 400, "audio.voice"),
         (asked("x" * 300_000), 400, "messages"),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 async def test_what_can_not_be_done_is_refused_by_name(http, body, status, param):
     async with http.post(CHAT, json=body) as response:

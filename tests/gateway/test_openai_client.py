@@ -38,6 +38,73 @@ async def test_chat_stream(client):
     assert chunks[-1].usage.total_tokens > 0
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+async def test_choices_and_log_probabilities(client):
+    answer = await client.chat.completions.create(
+        model="llm", messages=[{"role": "user", "content": "pick"}], n=2, logprobs=True, top_logprobs=2
+    )
+    assert [choice.message.content for choice in answer.choices] == ["Choice 0 of some.", "Choice 1 of some."]
+    first = answer.choices[1].logprobs.content[0]
+    assert (first.token, first.logprob, bytes(first.bytes)) == ("Choice ", -0.5, b"Choice ")
+    assert [(top.token, top.logprob) for top in first.top_logprobs] == [("Choice ", -0.5), ("Choice ?", -1.5)]
+    assert answer.usage.completion_tokens == 8
+
+
+async def test_tool_calls_whole_and_streamed(client):
+    ask = {"model": "llm", "messages": [{"role": "user", "content": "weather"}], "tools": TOOLS}
+    whole = (await client.chat.completions.create(**ask)).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    for n, call in enumerate(whole.message.tool_calls):
+        own = [part for part in parts if part.index == n]
+        assert [bool(part.id) for part in own] == [True] + [False] * (len(own) - 1)
+        assert own[0].function.name == call.function.name
+        assert "".join(part.function.arguments for part in own) == call.function.arguments
+    assert len([part for part in parts if part.index == 0]) > 2, "arguments come in pieces"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content == "Let me see."
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_completions_of_text_and_token_ids(client):
+    answer = await client.completions.create(model="llm", prompt=["pick", "What is the capital?", [7, 8]], n=2, max_tokens=3, logprobs=1)
+    assert [choice.text for choice in answer.choices] == [
+        "Choice 0 of ", "Choice 1 of ", "The capital of ", "The capital of ", "You said: 7 ", "You said: 7 ",
+    ]  # fmt: skip
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    told = answer.choices[0].logprobs
+    assert (told.tokens, told.token_logprobs, told.text_offset) == (["Choice ", "0 ", "of "], [-0.5] * 3, [0, 7, 9])
+    assert told.top_logprobs[0] == {"Choice ": -0.5}
+    assert answer.usage.completion_tokens == 18
+
+
+async def test_completions_stream(client):
+    stream = await client.completions.create(
+        model="llm", prompt=["pick", "unicode"], n=2, logprobs=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    texts, offsets, ends = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.text
+        offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+        ends[choice.index].append(choice.finish_reason)
+    assert texts == ["Choice 0 of some.", "Choice 1 of some.", "你好🌍é", "你好🌍é"]
+    assert offsets[1] == [0, 7, 9, 12]
+    assert all(end == [None] * (len(end) - 1) + ["stop"] for end in ends)
+    assert chunks[-1].usage.completion_tokens == 10
+
+
+async def test_completions_that_can_not_be_done_are_refused_by_name(client):
+    for more, param in (({"echo": True}, "echo"), ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"prompt": []}, "prompt"),
+                        ({"prompt": "x" * 300_000}, "prompt"), ({"max_tokens": 0}, "max_tokens")):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(**{"model": "llm", "prompt": "x", **more})
+        assert refused.value.param == param
+
+
 async def test_spoken_chat(client):
     answer = await client.chat.completions.create(
         model="llm", messages=ASK, modalities=["text", "audio"], audio={"voice": "alloy", "format": "wav"}

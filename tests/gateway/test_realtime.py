@@ -45,6 +45,7 @@ use = "testing.llm"
 capital = "It is Paris."
 unicode = "你好🌍é — ok"
 "five sentences" = "{SENTENCES}"
+weather = '''Let me see. <tool_call> {{"name": "weather", "arguments": {{"city": "Paris"}}}} </tool_call>'''
 [[stage]]
 name = "tts"
 use = "testing.tone"
@@ -554,6 +555,26 @@ async def test_a_response_of_its_own_leaves_no_trace(voice):
         assert done["response"]["metadata"] == {"topic": "t"}
         assert done["response"]["output"][0]["content"] == [{"type": "output_text", "text": "It is Paris."}]
         assert "conversation.item.added" not in client.kinds()
+
+
+async def test_a_function_is_called_and_its_output_answered(voice):
+    async with connected(voice) as client:
+        tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+        await client.say("the weather?", tools=[tool])
+        done = await client.until("response.done")
+        message, call = done["response"]["output"]
+        assert message["content"] == [{"type": "output_audio", "transcript": "Let me see."}]
+        assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+        told = [frame for frame in client.frames if frame["type"].startswith("response.function_call_arguments")]
+        assert {(frame["item_id"], frame["call_id"], frame["output_index"]) for frame in told} == {(call["id"], call["call_id"], 1)}
+        assert "".join(frame.get("delta", "") for frame in told) == told[-1]["arguments"] == call["arguments"] == '{"city": "Paris"}'
+        own = [frame["type"] for frame in client.frames if frame.get("item", {}).get("id") == call["id"]]
+        assert own == [
+            "response.output_item.added", "conversation.item.added", "response.output_item.done", "conversation.item.done",
+        ]  # fmt: skip
+        await client.send("conversation.item.create", item={"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"})
+        await client.send("response.create", response={"output_modalities": ["text"]})
+        assert (await client.until("response.done"))["response"]["status"] == "completed"
 
 
 async def test_a_response_that_is_cut_short_says_so(voice):

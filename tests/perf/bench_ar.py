@@ -1,8 +1,8 @@
 """The autoregressive engine beside transformers' own ways to generate, in one run on one thread: throughput as ratios.
 
-    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--arms "engine,generate x8"] [--new 96] [--json]
+    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--arms "engine,generate x8"] [--new 96] [--every 1] [--json]
 
-engine        stages.ar: 8 requests, one arrives every second step
+engine        stages.ar: 8 requests, one arrives with every step (--every 2: with every second one)
 generate x8   `generate` of all 8 as one batch that begins at once
 generate x1   `generate` of one after the other
 continuous    transformers' continuous batching of all 8 at once, without shared blocks
@@ -77,8 +77,8 @@ MODELS: dict[str, Callable[[], Any]] = {"30m": model_30m, "smollm2": model_smoll
 class Bench:
     """One model in all arms. The engine has its own copy, as it changes how attention is done."""
 
-    def __init__(self, name: str, new: int) -> None:
-        self.new = new
+    def __init__(self, name: str, new: int, every: int) -> None:
+        self.new, self.every = new, every
         self.plain = MODELS[name]()
         self.plain.generation_config.eos_token_id = None
         self.engine = Engine(
@@ -91,7 +91,7 @@ class Bench:
         step, left = 0, len(prompts)
         arrived = {}
         while left:
-            if waiting and step % 2 == 0:
+            if waiting and step % self.every == 0:
                 job = engine.job(waiting.pop(0), Sampling())
                 engine.add(job)
                 arrived[job] = step
@@ -149,8 +149,9 @@ def rate(arm: Arm, prompts: list[list[int]], new: int) -> float:
     return len(prompts) * new / (time.perf_counter() - began)
 
 
-def measure(name: str, pairs: int, new: int, chosen: list[str], http: Http | None) -> dict[str, Any]:
-    bench, dice = Bench(name, new), random.Random(0)
+def measure(name: str, options: argparse.Namespace, chosen: list[str], http: Http | None) -> dict[str, Any]:
+    pairs, new = options.pairs, options.new
+    bench, dice = Bench(name, new, options.every), random.Random(0)
 
     def prompts(length: int = PROMPT, count: int = REQUESTS) -> list[list[int]]:
         return [[dice.randrange(100, 8000) for _ in range(length)] for _ in range(count)]
@@ -243,6 +244,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--arms", default=",".join(ARMS), help='"http" too, for SmolLM2')
     parser.add_argument("--new", type=int, default=96, help="tokens of each reply")
+    parser.add_argument("--every", type=int, default=1, help="steps from one arrival to the next")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -253,7 +255,7 @@ def main() -> None:
         http = Http(folder, options.new) if "http" in chosen else None
         try:
             for name in names:
-                results[name] = measure(name, options.pairs, options.new, chosen, http if name == "smollm2" else None)
+                results[name] = measure(name, options, chosen, http if name == "smollm2" else None)
         finally:
             if http is not None:
                 http.running.down()

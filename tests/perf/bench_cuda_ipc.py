@@ -7,6 +7,8 @@ Two processes, both coroutines on uvloop, over the shared-memory connector as st
   (`usable`: ordered on its stream) and when the GPU has really passed that point (`done`: the stream was synchronised).
 - hop: a chunk of as many bytes as say where a tensor lies, and no tensor: what the lane itself takes.
 - pool: one device-to-device copy into the pool. loan: the tensor was written in the pool. host: to the CPU, through the ring, to the GPU.
+  ring: from the GPU straight into the ring, to the GPU.
+- where the time goes: medians of the steps of a chunk between the two; and of each call on the way alone, in a loop, its code in the caches.
 Every tensor that arrives is compared on the GPU, outside of what is timed. Then: chunks whose producer's stream still works when they are
 opened; blocks that are used again at once; a consumer, then a producer, that is killed.
 """
@@ -24,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +36,11 @@ import numpy as np  # noqa: E402 - found through the line above
 import torch  # noqa: E402
 import uvloop  # noqa: E402
 
-from stages.tensors import DeviceTensors, to_array, to_torch  # noqa: E402
+from stages.tensors import DeviceTensors, HostTensors, _over, to_array, to_torch  # noqa: E402
+from transport import channel  # noqa: E402
 from transport.chunk import ChunkHeader, describe  # noqa: E402
 from transport.connector import ConnectorOptions, Lease  # noqa: E402
+from transport.cuda_ipc import _decoded, driver  # noqa: E402
 from transport.schemes import make_connector  # noqa: E402
 
 KIB, MIB = 2**10, 2**20
@@ -55,6 +60,7 @@ class End:
         self.name = name
         self.connector = make_connector("shm", name, Path(directory), OPTIONS)
         self.devices = DeviceTensors(pool_bytes, max_tensors=max_tensors)
+        self.host = HostTensors()
         self.leases: asyncio.Queue[Lease] = asyncio.Queue()
         self.lost = asyncio.Event()
         self.seq = 0
@@ -101,7 +107,7 @@ async def consume(directory: str) -> None:
                     match meta["way"]:
                         case "hop":
                             tensor = array
-                        case "host":
+                        case "host" | "ring":
                             tensor = to_torch(array, "cuda", borrow=True)
                         case _:
                             tensor = end.devices.open(array)
@@ -144,12 +150,14 @@ async def produce(directory: str, quick: bool, flags: list[str]) -> dict[str, An
     await end.dial(theirs)
     report: dict[str, Any] = {"rows": []}
     with torch.cuda.stream(torch.cuda.Stream()):
-        cells = [(BLOCK_BYTES, "hop"), *((nbytes, way) for nbytes in SIZES for way in ("pool", "loan", "host"))]
+        cells = [(BLOCK_BYTES, "hop"), *((nbytes, way) for nbytes in SIZES for way in ("pool", "loan", "ring", "host"))]
         rounds: dict[tuple[int, str], list[list[Round]]] = {cell: [] for cell in cells}
         for repetition in range(REPETITIONS):
             for cell in random.Random(repetition).sample(cells, len(cells)):
                 rounds[cell].append(await timed(end, *cell))
         report["rows"] = [row_of(*cell, rounds[cell]) for cell in cells]
+        report["steps"] = [steps_of(*cell, rounds[cell]) for cell in cells]
+        report["calls"] = await calls(end)
         if quick:
             await end.close()
             consumer.kill()
@@ -175,8 +183,8 @@ class Round(NamedTuple):
 async def timed(end: End, nbytes: int, way: str) -> list[Round]:
     source = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="cuda")
     rounds = []
-    warm_up = 2 if way == "host" else 20
-    for n in range(warm_up + (HOST_ROUNDS if way == "host" else ROUNDS)[nbytes] // REPETITIONS):
+    warm_up = 2 if way in ("host", "ring") else 20
+    for n in range(warm_up + (HOST_ROUNDS if way in ("host", "ring") else ROUNDS)[nbytes] // REPETITIONS):
         value = n % 251  # exact in bfloat16
         if way == "loan":
             loan = await end.devices.loan(source.shape, source.dtype)
@@ -192,6 +200,8 @@ async def timed(end: End, nbytes: int, way: str) -> list[Round]:
                 array = loan.seal()
             case "host":
                 array = to_array(source)
+            case "ring":
+                array = end.host.array(source)
             case _:
                 array = np.full(nbytes, value, np.uint8)
         made_ns = time.monotonic_ns()
@@ -218,6 +228,66 @@ def row_of(nbytes: int, way: str, repetitions: list[list[Round]]) -> dict[str, A
     medians = [statistics.median(one.usable for one in repetition) for repetition in repetitions]
     row["usable_us_p50_of_repetitions"] = [round(min(medians), 1), round(max(medians), 1)]
     return row
+
+
+STEPS = {
+    "make": lambda one: one.made,  # what a chunk carries: into the pool, record, describe
+    "send": lambda one: one.sent - one.made,  # descriptor, socket; the consumer wakes meanwhile
+    "wake": lambda one: (
+        one.came - one.made
+    ),  # from there to the consumer's coroutine: descriptor, socket, wake, decode, two turns of the loop
+    "open": lambda one: one.usable - one.came,  # block, event, tensor (host, ring: the copy up)
+    "gpu": lambda one: one.done - one.usable,  # until the stream has passed it
+}
+
+
+def steps_of(nbytes: int, way: str, repetitions: list[list[Round]]) -> dict[str, Any]:
+    rounds = [one for repetition in repetitions for one in repetition]
+    return {"nbytes": nbytes, "way": way} | {f"{name}_us": round(statistics.median(map(step, rounds)), 1) for name, step in STEPS.items()}
+
+
+async def calls(end: End) -> dict[str, float]:
+    """Microseconds of each call on the way of a block, alone and warm."""
+    pool, stream = end.devices.pool, torch.cuda.current_stream().cuda_stream
+    source = torch.empty(8 * MIB, dtype=torch.bfloat16, device="cuda")
+    held = await pool.loan(source.nbytes, stream)
+    array = held.seal("bfloat16", tuple(source.shape))
+    mine = _decoded(array)
+    specs, arrays, _ = describe({"hidden": array})
+    header = ChunkHeader("r", 0, "bench", "out", 0, "hidden", 0, specs)
+    message = channel.encode(channel.Data(0, header, channel.INLINE, 0, 0, array.nbytes, array.tobytes()))
+
+    def context() -> None:
+        with pool.device:
+            pass
+
+    def event() -> None:
+        with pool.device as cuda:
+            cuda.cuEventRecord(pool._events[0][0], stream)
+
+    timed_calls: dict[str, Callable[[], object]] = {
+        "context: push and pop": context,
+        "event: the same, and record": event,
+        "pool.try_loan and back": lambda: pool.try_loan(source.nbytes, stream).give_back(),
+        "copy_from": lambda: held.copy_from(source.data_ptr()),
+        "pool.describe": lambda: pool.describe(0, source.nbytes, 0, stream, "bfloat16", tuple(source.shape)),
+        "chunk.describe": lambda: describe({"hidden": array}),
+        "encode": lambda: channel.encode(channel.Data(0, header, channel.INLINE, 0, 0, array.nbytes, array.tobytes())),
+        "decode": lambda: channel.to_consumer.decode(message),
+        "block decode": lambda: _decoded(array),
+        "event query": lambda: driver().is_done(pool._events[0][0]),
+        "torch tensor over it": lambda: _over(held, mine.dtype, mine.shape, 0),
+    }
+    result = {}
+    for name, call in timed_calls.items():
+        times = []
+        for _ in range(2000):
+            start_ns = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - start_ns)
+        torch.cuda.synchronize()
+        result[name] = round(statistics.median(times) / 1e3, 2)
+    return result
 
 
 async def ordered(end: End) -> dict[str, Any]:
@@ -375,7 +445,14 @@ def main() -> None:
             f" {'{} - {}'.format(*row['usable_us_p50_of_repetitions']):>16} {row['usable_us_p99']:>8} {row['done_us_p50']:>9}"
             f" {row['done_us_p99']:>8} {row['made_us_p50']:>6} {row['sent_us_p50']:>6} {row['came_us_p50']:>6} {row['wrong']:>5}"
         )
-    print({name: value for name, value in report.items() if name != "rows"})
+    print("\nwhere the time goes, us (p50 of each step)")
+    print(f"{'bytes':>10} {'way':5}" + "".join(f"{name:>8}" for name in STEPS))
+    for row in report["steps"]:
+        print(f"{row['nbytes']:>10} {row['way']:5}" + "".join(f"{row[f'{name}_us']:>8}" for name in STEPS))
+    print("\neach call alone and warm, us")
+    for name, value in report["calls"].items():
+        print(f"  {name:<30}{value:>8}")
+    print({name: value for name, value in report.items() if name not in ("rows", "steps", "calls")})
 
 
 if __name__ == "__main__":

@@ -93,34 +93,3 @@ def test_a_request_overrides_the_defaults_and_max_tokens_is_capped() -> None:
     generation = parse({"temperature": 0.5, "max_tokens": 999, "stop": "x", "top_p": None}, Sampling(top_p=0.9, top_k=5), 100)
     assert generation.sampling == Sampling(0.5, 0.9, 5)
     assert (generation.max_tokens, generation.stop, generation.messages) == (100, ("x",), None)
-
-
-class TestSampler:
-    @pytest.fixture(autouse=True)
-    def _torch(self) -> None:
-        self.torch = pytest.importorskip("torch", reason="needs the extra streamrt[torch]")
-
-    def kept(self, sampling: Sampling, *weights: float) -> list[int]:
-        from stages.ar.sampler import truncated
-
-        logits = self.torch.tensor(weights).log()
-        return [n for n, value in enumerate(truncated(logits, sampling).tolist()) if value != float("-inf")]
-
-    def test_top_k_top_p_and_min_p_keep_the_likeliest(self) -> None:
-        assert self.kept(Sampling(top_k=2), 0.1, 0.5, 0.4) == [1, 2]
-        assert self.kept(Sampling(top_p=0.6), 0.1, 0.5, 0.4) == [1, 2]
-        assert self.kept(Sampling(top_p=0.49), 0.1, 0.5, 0.4) == [1]
-        assert self.kept(Sampling(top_p=1e-9), 0.1, 0.5, 0.4) == [1]
-        assert self.kept(Sampling(min_p=0.5), 0.1, 0.5, 0.4) == [1, 2]
-        assert self.kept(Sampling(), 0.1, 0.5, 0.4) == [0, 1, 2]
-
-    def test_frequencies_follow_the_logits(self) -> None:
-        from stages.ar.sampler import Row, sample
-
-        rows = [Row(Sampling(temperature=1.0, seed=5), [], device=self.torch.device("cpu"))]
-        logits = self.torch.tensor([[0.7, 0.2, 0.1]]).log()
-        counts = [0, 0, 0]
-        for _ in range(2000):
-            counts[sample(logits, rows)[0].token] += 1
-        assert counts[0] == pytest.approx(1400, abs=100)
-        assert counts[2] == pytest.approx(200, abs=60)

@@ -142,6 +142,7 @@ def word_errors(said: list[str], heard: list[str]) -> int:
     return row[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_ten_sentences_spoken_are_read_back(asr, kokoro):
     rates = []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +23,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 torch = pytest.importorskip("torch", reason="needs the extra streamrt[torch]")
 transformers = pytest.importorskip("transformers", reason="needs the extra streamrt[torch]")
 
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"], "additionalProperties": False}}},
+]  # fmt: skip
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -223,9 +229,19 @@ async def test_cancel_in_prefill_and_in_decode_leaves_nothing(stage: CausalLM) -
     ("params", "word"),
     [
         ({"temperature": 9}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"), ({"n": 2}, "n"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"messages": []}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"), ({"n": 99}, "n"), ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "system", "content": "only"}]}, "messages"), ({"stop": ["x"] * 99}, "stop"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"hello": 1}}, "logit_bias"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"messages": None, "prompt": [5, 99999]}, "prompt"), ({"prompt": "both"}, "prompt"), ({"messages": None, "prompt": ""}, "prompt"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
+        ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": "much"}, "frequency_penalty"), ({"min_p": 2}, "min_p"),
+        ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "response_format"),
+        ({"regex": "a("}, "regex"), ({"regex": "a", "grammar": "b"}, "grammar"), ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "regex": "a"}, "tools"),
     ],
 )  # fmt: skip
 async def test_a_bad_parameter_is_named_and_costs_nothing(stage: CausalLM, params: dict[str, Any], word: str) -> None:
@@ -244,6 +260,106 @@ async def test_a_request_without_any_text_is_refused(stage: CausalLM) -> None:
 
 async def test_neutral_values_of_what_is_not_supported_are_accepted(stage: CausalLM) -> None:
     assert await run(stage, n=1, frequency_penalty=0.0, logprobs=False, logit_bias=None) == await run(stage)
+
+
+async def chunks_of(stage: CausalLM, name: str = "r", **params: Any) -> list[Chunk]:
+    params = {"messages": [{"role": "user", "content": "hello world"}], **params}
+    return [chunk async for chunk in stage.process(Request(name, "respond", params), nothing())]
+
+
+async def test_a_prompt_goes_to_the_model_as_it_is(stage: CausalLM, tiny: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny).eval()
+    ids = tokenizer("the quick brown", return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+    expected = tokenizer.decode(out, skip_special_tokens=True).replace("\ufffd", "")
+    for prompt in ("the quick brown", ids[0].tolist()):
+        chunks = await chunks_of(stage, messages=None, prompt=prompt, max_tokens=12)
+        assert "".join(chunk.text for chunk in chunks) == expected
+        assert chunks[-1].meta["usage"]["prompt_tokens"] == ids.shape[1]
+
+
+async def test_log_probabilities_are_those_of_the_model(stage: CausalLM, tiny: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny).eval()
+    chunks = await chunks_of(stage, messages=None, prompt="hello", max_tokens=10, logprobs=True, top_logprobs=3, temperature=1.3, seed=4)
+    told = [entry for chunk in chunks for entry in chunk.meta.get("logprobs", ())]
+    assert len(told) == 10
+    prompt = tokenizer("hello").input_ids
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt + [entry["id"] for entry in told]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+    for entry, expected in zip(told, logprobs[:-1], strict=True):
+        assert entry["logprob"] == pytest.approx(expected[entry["id"]].item(), abs=1e-4)
+        assert [top["id"] for top in entry["top"]] == expected.topk(3).indices.tolist()
+    said = bytes(byte for entry in told for byte in entry["bytes"]).decode(errors="ignore")
+    assert "".join(chunk.text for chunk in chunks) == said
+
+
+async def test_choices_are_those_of_their_seeds(stage: CausalLM) -> None:
+    chunks = await chunks_of(stage, n=3, temperature=1.5, seed=7, max_tokens=12)
+    texts = ["".join(chunk.text for chunk in chunks if chunk.meta.get("choice") == n) for n in range(3)]
+    alone = [await run(stage, seed=7 + n, temperature=1.5, max_tokens=12) for n in range(3)]
+    assert texts == [text for text, _ in alone]
+    ends = [(chunk.meta["choice"], chunk.meta["finish_reason"]) for chunk in chunks[:-1] if "finish_reason" in chunk.meta]
+    assert sorted(ends) == [(n, meta["finish_reason"]) for n, (_, meta) in enumerate(alone)]
+    assert chunks[-1].meta["usage"]["completion_tokens"] == sum(meta["usage"]["completion_tokens"] for _, meta in alone)
+
+
+async def test_a_bias_decides(stage: CausalLM, tiny: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    token = tokenizer("world").input_ids[-1]
+    for params in ({}, {"temperature": 1.0}):
+        text, _ = await run(stage, max_tokens=3, logit_bias={str(token): 100}, **params)
+        assert text == tokenizer.decode([token] * 3)
+
+
+async def test_formats_and_calls_are_kept_beside_requests_that_have_none(tiny: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "shape", "schema": schema}}
+    with loaded(tiny, max_tokens=400, max_batch_tokens=16, max_sequences=8, kv_cache_mb=4) as stage:
+        assert set(stage.describe()["parameters"]) >= {"n", "response_format", "tools"}
+        free = await run(stage, seed=3, temperature=1.0, max_tokens=30)
+        *formed, calls, beside = await asyncio.gather(
+            *(run(stage, name=f"f{n}", seed=n, temperature=float(n > 0), response_format=shape) for n in range(4)),
+            chunks_of(stage, "c", seed=5, temperature=1.0, tools=TOOLS, tool_choice="required", parallel_tool_calls=False),
+            run(stage, name="free", seed=3, temperature=1.0, max_tokens=30),
+        )
+    assert beside[0] == free[0]
+    for text, meta in formed:
+        value = json.loads(text)
+        assert value["a"] in ("x", "yy") and isinstance(value["b"], bool) and set(value) == {"a", "b"}
+        assert meta["finish_reason"] == "stop"
+    parts = [chunk.meta["tool_call"] for chunk in calls if "tool_call" in chunk.meta]
+    assert [part["name"] for part in parts if "name" in part] == ["look"]
+    assert set(json.loads("".join(part["arguments"] for part in parts))) == {"far"}
+    assert not any(chunk.text for chunk in calls)
+    assert calls[-1].meta["finish_reason"] == "tool_calls"
+
+
+async def test_a_grammar_that_takes_long_to_compile_stops_nobody(stage: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stages.ar.structured import Grammars
+
+    compile_one, may_go, begun = Grammars._compile, threading.Event(), threading.Event()
+
+    def slow(self: Grammars, grammar: Any) -> Any:
+        begun.set()
+        assert may_go.wait(60)
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    waiting = asyncio.create_task(run(stage, name="slow", regex="[ab]{3}", temperature=1.0))
+    await asyncio.to_thread(begun.wait, 60)
+    assert (await run(stage, max_tokens=3))[1]["usage"]["completion_tokens"] > 0
+    assert not waiting.done()
+    may_go.set()
+    text, meta = await waiting
+    assert re.fullmatch("[ab]{3}", text)
+    assert meta["finish_reason"] == "stop"
 
 
 def test_a_checkpoint_that_does_not_fill_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:

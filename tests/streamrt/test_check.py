@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from streamrt.check import CheckReport, check
 from streamrt.config import load_pipeline, parse_pipeline
+from streamrt.errors import ConfigError
 from streamrt.plan import Machine
 
 MACHINE = Machine(cores=(0, 1), memory_bytes=8 * 2**30, shm_bytes=2**30)
@@ -109,6 +112,52 @@ def test_a_missing_model_is_a_warning_with_the_line_that_fetches_it(tmp_path, mo
     assert len(warnings) == 1
     assert warnings[0].startswith('stage "ear": weights:whisper-tiny.en: ')
     assert warnings[0].endswith(f"streamrt fetch {tmp_path / 'p.toml'}")
+
+
+DEVICE = """
+[pipeline]
+name = "device"
+[[stage]]
+name = "talker"
+use = "device_stages:Talker"
+[[stage]]
+name = "vocoder"
+use = "device_stages:Vocoder"
+inputs = ["talker"]
+[deploy.talker]
+device = "cuda:0"
+[deploy.vocoder]
+device = "cuda"
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, ""),
+        ({'inputs = ["talker"]': ""}, 'tasks.speak: got "talker.audio", which stays in device memory, as what the client gets, expected'),
+        ({'device = "cuda:0"': 'device = "cpu"'}, 'deploy.talker.device: got "cpu", expected a GPU: "talker.audio"'),
+        ({'device = "cuda"\n': 'device = "cuda:1"\n'}, 'deploy.vocoder.device: got "cuda:1", expected "cuda:0": it takes "talker.audio"'),
+        ({'device = "cuda"\n': 'device = "cuda"\nconnector = "tcp"\n'}, 'deploy.vocoder.connector: got "tcp", expected "shm": it takes'),
+    ],
+    ids=["right", "to the client", "without a GPU", "to another GPU", "over tcp"],
+)
+def test_device_memory_goes_to_stages_on_that_gpu_alone(tmp_path, change, message):
+    (tmp_path / "device_stages.py").write_text(
+        "from streamrt import Stage\n"
+        "class Talker(Stage):\n    takes, gives, tasks, device_ports = {'text'}, {'audio': 'audio'}, ('speak',), frozenset({'audio'})\n"
+        "class Vocoder(Stage):\n    takes, gives = {'audio'}, {'audio': 'audio'}\n"
+    )
+    text = DEVICE
+    for old, new in change.items():
+        text = text.replace(old, new)
+    config = parse_pipeline(text, tmp_path / "pipeline.toml")
+    if not message:
+        assert check(config, MACHINE).tasks[0].outputs == {"audio": "vocoder.audio"}
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(config, MACHINE)
+    assert message in str(caught.value)
 
 
 def test_it_needs_no_heavy_library():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from streamrt import (
     BadRequest,
@@ -28,7 +30,7 @@ from streamrt import (
     text_chunk,
 )
 from tests.pipelines import Running, up
-from transport.messages import Cancel
+from transport.messages import Cancel, Table
 
 # Text in; words and tones out. The reply is long enough to be interrupted anywhere.
 SPEAKING = """
@@ -484,6 +486,16 @@ async def test_losing_a_stage_that_has_done_its_part_does_not_matter() -> None:
             assert call.error is None
 
 
+async def test_a_client_that_leaves_while_a_stage_is_lost_leaves_no_socket_open(speaking: Running) -> None:
+    client = await Client.connect(speaking.name)
+    await (await client.submit("respond", inputs=[text_chunk("x")], outputs={"text"})).text()
+    open_before = _open_zmq_sockets()
+    client.member.on_table(Table(client.table.version + 1, ()))
+    await client.close()
+    assert open_before
+    assert not open_before & _open_zmq_sockets()
+
+
 async def test_losing_the_run_ends_everything() -> None:
     with up(NARROW.replace('name = "narrow"', 'name = "lost"'), gateway=False) as run:
         client = await Client.connect(run.name)
@@ -503,3 +515,7 @@ async def test_losing_the_run_ends_everything() -> None:
             with pytest.raises(Unavailable):
                 await client.submit("respond", timeout_s=None)
         await client.close()
+
+
+def _open_zmq_sockets() -> set[int]:
+    return {id(thing) for thing in gc.get_objects() if isinstance(thing, zmq.Socket) and not thing.closed}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from streamrt.errors import AlreadyRunning, ConfigError, NotRunning
-from streamrt.rundir import RunDir, RunFacts, list_runs, process_started
+from streamrt.rundir import MAX_PATH_BYTES, RunDir, RunFacts, list_runs, process_started
+from transport.lanes import LaneServer
+from transport.messages import Leave
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +125,21 @@ def test_a_root_that_is_too_long_is_said_and_takes_no_name(root: Path, monkeypat
     with pytest.raises(ConfigError, match=r"too long for a socket's address\nhint: set STREAMRT_RUN_ROOT"):
         RunDir.create("echo")
     assert list(long.iterdir()) == []
+
+
+async def test_the_longest_names_are_short_enough_for_a_socket(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Path(tempfile.mkdtemp(dir="/tmp"))
+    name = "n" * 40
+    monkeypatch.setenv("STREAMRT_RUN_ROOT", str(short / ("r" * (MAX_PATH_BYTES - len(str(short)) - len(name) - 2))))
+    run = RunDir.create(name)
+    assert len(str(run.path)) == MAX_PATH_BYTES
+    sockets = [run.work_socket(f"{'s' * 40}#{replica}", f"{replica:016x}"[::-1]) for replica in range(12)]
+    lanes = [await LaneServer.bind(f"ipc://{path}", Leave, lambda peer, message: None) for path in [*sockets, run.socket("control")]]
+    assert len({lane.endpoint for lane in lanes}) == len(lanes)
+    for lane in lanes:
+        await lane.close()
+    run.remove()
+    shutil.rmtree(short)
 
 
 def test_when_a_process_started_is_known_while_it_lives() -> None:

@@ -81,7 +81,7 @@ class Driver:
                     self.in_conversation.add(response.id)
             case s.OutputStarted(response):
                 assert response.id in self.live
-            case s.TextDelta(response_id) | s.AudioDelta(response_id):
+            case s.TextDelta(response_id) | s.AudioDelta(response_id) | s.CallDelta(response_id):
                 assert response_id in self.live, "output of a response that is over"
             case s.ResponseEnded(response):
                 assert response.id in self.live, "ended twice, or never begun"
@@ -415,6 +415,39 @@ def test_tools_and_their_results_are_read_by_the_model():
     _, call, result = driver.opened[-1].params["messages"]
     assert call["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
     assert result == {"role": "tool", "content": "noon", "tool_call_id": "c1"}
+
+
+def test_a_function_that_the_model_calls_is_an_item_and_is_read_by_it_later():
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    driver = Driver(MANUAL)
+    driver.do(driver.session.create_response(s.Wish(tools=(tool,), tool_choice={"type": "function", "name": "look"})))
+    opened = driver.opened[-1]
+    assert opened.params["tools"] == [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    assert opened.params["tool_choice"] == {"type": "function", "function": {"name": "look"}}
+    said = driver.do(driver.session.on_text(opened.call_id, "Let me see."))
+    for name, arguments in (("look", ""), ("", '{"a":'), ("", " 1}"), ("look", "{}")):
+        said += driver.do(driver.session.on_function_call(opened.call_id, name, arguments))
+    assert [type(event).__name__ for event in said[2:]] == ["CallStarted", "CallDelta", "CallDelta", "CallStarted", "CallDelta"]
+    [ended] = driver.answer(finish="tool_calls")
+    assert [(call.name, call.arguments, call.status) for call in ended.response.calls] == [
+        ("look", '{"a": 1}', "completed"), ("look", "{}", "completed"),
+    ]  # fmt: skip
+    driver.do(driver.session.create_item(s.Item("o", "function_call_output", call_id=ended.response.calls[0].call_id, output="seen")))
+    driver.do(driver.session.create_response())
+    *_, text, call, other, result = driver.opened[-1].params["messages"]
+    assert text["content"] == "Let me see."
+    assert call["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    assert (other["tool_calls"][0]["id"] != call["tool_calls"][0]["id"]) and result["tool_call_id"] == call["tool_calls"][0]["id"]
+
+
+def test_a_call_that_was_cut_off_is_not_read_by_the_model():
+    driver = Driver(MANUAL)
+    driver.do(driver.session.create_response())
+    driver.do(driver.session.on_function_call(driver.call("OpenRespond"), "look", '{"a"'))
+    [ended] = driver.answer(finish="length")
+    assert ended.response.calls[0].status == "incomplete"
+    driver.do(driver.session.create_response())
+    assert not any("tool_calls" in message for message in driver.opened[-1].params["messages"])
 
 
 def test_the_oldest_item_makes_room_and_the_client_is_told():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +72,7 @@ async def connectors(tmp_path: Path) -> AsyncIterator[Callable[..., Connector]]:
     """`make(scheme, name, **options)`; all are closed at the end."""
     made: list[Connector] = []
 
-    def make(scheme: str, name: str, **options: int) -> Connector:
+    def make(scheme: str, name: str, **options: float) -> Connector:
         connector = make_connector(scheme, name, tmp_path, ConnectorOptions(**{"arena_bytes": 8 * 2**20, **options}), token="t")
         made.append(connector)
         return connector
@@ -76,6 +80,22 @@ async def connectors(tmp_path: Path) -> AsyncIterator[Callable[..., Connector]]:
     yield make
     for connector in made:
         await connector.close()
+
+
+def left() -> tuple[int, list[str]]:
+    """What this process has open, and what lies in /dev/shm."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[multiprocessing.context.ForkServerContext]:
+    """Makes fresh processes in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.transport.crashing"])
+    yield context
+    forkserver._forkserver._stop()  # they would stay until this process ends
+    resource_tracker._resource_tracker._stop()
 
 
 class PeerProcess:

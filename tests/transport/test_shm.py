@@ -294,6 +294,37 @@ async def test_views_stay_valid_memory_after_both_connectors_are_closed(shm: Cal
     assert [int(view.sum()) for view in views] == [0, 99_999, 2 * (9 * MIB - 1)]
 
 
+AT_EXIT = """
+import asyncio, sys
+from pathlib import Path
+import tests.transport.conftest as far
+from transport.connector import ConnectorOptions
+from transport.shm import ShmConnector
+
+async def main(close):
+    inbox = far.Inbox()
+    producer, consumer = (ShmConnector(name, Path(sys.argv[1]), ConnectorOptions(arena_bytes=2**20)) for name in ("a", "b"))
+    outlet = await producer.dial(await inbox.open(consumer))
+    for seq in range(4):
+        await outlet.send(*far.chunk("r", seq, far.np.full(50_000, seq, far.np.uint8)))
+    leases = [await inbox.leases.get() for _ in range(4)]
+    views = [lease.arrays()[0][1:] for lease in leases[:2]]
+    if close:
+        await producer.close()
+        await consumer.close()
+    return leases, views, producer, consumer
+
+held = asyncio.run(main(sys.argv[2] == "close"))
+print(held[1][1].sum())
+"""
+
+
+@pytest.mark.parametrize("close", ["close", "just exit"])
+def test_a_process_may_end_with_leases_and_views(tmp_path: Path, close: str) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path), close], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "49999\n", "")
+
+
 async def test_a_lease_unopened_when_its_connector_closes_says_so(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
     consumer, producer = shm("consumer"), shm("producer")
     outlet = await producer.dial(await inbox.open(consumer))
@@ -416,7 +447,7 @@ async def test_a_hello_of_another_version_is_refused(shm: Callable[..., ShmConne
     with raw_dial(endpoint) as sock:
         socket.send_fds(sock, [channel.encode(Hello(channel.VERSION + 1, "newer", CLASSES))], [file.fd])
         refused = channel.to_producer.decode(await asyncio.to_thread(sock.recv, 1000))
-        assert "version 2" in refused.reason
+        assert f"version {channel.VERSION + 1}" in refused.reason
     file.close()
 
 

@@ -115,8 +115,8 @@ def omni_config() -> Any:
 def read(family: str, folder: Path) -> Any:
     """The model, by the engine's loading, in float32."""
     if family in OMNI:
-        return load_part(folder, family, dtype="float32", device="cpu", attention="sdpa")
-    model, _, _ = load(folder, dtype="float32", device="cpu", threads=1, attention="sdpa", progress=lambda _: None)
+        return load_part(folder, family, dtype="float32", device="cpu")
+    model, _, _ = load(folder, dtype="float32", device="cpu", threads=1, progress=lambda _: None)
     return model
 
 

@@ -55,7 +55,7 @@ def test_frames_of_many_requests_equal_those_of_one_whenever_their_text_comes(fo
     filler = torch.randn(64)
     jobs: list[Job] = []
     for prompt in prompts:
-        state = Frames(Row(Sampling(), [], device=runner.device))
+        state = Frames(Row(Sampling(), []))
         jobs.append(engine.job([0] * len(prompt), Sampling(), embeddings=[(0, prompt)], hook=hook, state=state))
         engine.add(jobs[-1])
     frames: dict[Job, list[list[int]]] = {job: [] for job in jobs}
@@ -88,7 +88,7 @@ def test_the_end_code_has_no_frame(folder: Path) -> None:
     engine.add(free)
     engine.step()
     engine.remove(free)
-    state = Frames(Row(Sampling(), [], device=runner.device))
+    state = Frames(Row(Sampling(), []))
     job = engine.job([20, 21, 22], Sampling(), hook=CodePredictor(runner.model), state=state, ends=(free.tokens[3],))
     engine.add(job)
     (advance,) = engine.step()

@@ -260,7 +260,7 @@ def test_a_late_job_has_its_first_token_within_two_steps(engine: Engine) -> None
 
 def test_a_shortest_length_keeps_the_end_away(engine: Engine) -> None:
     free = run(engine, engine.job(prompt(7), Sampling()), new=8)[0]
-    kept = engine.job(prompt(7), Sampling(), ends=(free[2],), min_length=7 + 5)
+    kept = engine.job(prompt(7), Sampling(), ends=(free[2],), min_tokens=5)
     said = run(engine, kept, new=8)[0]
     assert free[2] not in said[:5]
     assert said[:2] == free[:2]

@@ -46,7 +46,8 @@ def run(core: Engine, sampling: list[Sampling], *, cancelled: frozenset[int] = f
     while len(ends) < len(prompts):
         for _ in range(dice.choice([1, 2])):
             if len(jobs) < len(prompts):
-                jobs.append(core.job(prompts[len(jobs)], sampling[len(jobs) % len(sampling)]))
+                more = {"min_tokens": 4, "ends": range(32)} if len(jobs) % 4 == 3 else {}  # whose first tokens are chosen on the host
+                jobs.append(core.job(prompts[len(jobs)], sampling[len(jobs) % len(sampling)], **more))
                 core.add(jobs[-1])
         for job, choice, _ in core.step():
             n = jobs.index(job)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra streamrt[torch]")
 
 from stages.ar.params import Generation, Sampling  # noqa: E402
 from stages.ar.text_engine import TextEngine  # noqa: E402
-from streamrt import BadRequest, Output, Overloaded, Request, TooLong, text_chunk  # noqa: E402
+from streamrt import BadRequest, ConfigError, Output, Overloaded, Request, TooLong, text_chunk  # noqa: E402
 from tests.stages.ar import families  # noqa: E402
 
 
@@ -146,3 +146,18 @@ def test_a_refused_request_leaves_nothing(folder: Path) -> None:
     assert engine.running == 0
     assert not engine._choices
     assert words(run(engine, ask()))
+
+
+def test_memory_that_does_not_hold_one_context_is_refused_with_what_would(folder: Path) -> None:
+    import msgspec
+
+    from stages.ar.causal_lm import CausalLMArgs, sizes
+
+    runner = families.runner("llama", folder, row_layers=(0, 1, 2))  # 1536 bytes a token
+    with pytest.raises(ConfigError, match=r"kv_cache_mb: 1 MB hold \d+ tokens, expected at least max_context, 512") as error:
+        sizes(CausalLMArgs(model="", kv_cache_mb=1, block_size=256, max_context=512), runner)
+    enough = int(error.value.hint.split(",")[0].rpartition("= ")[2])
+    args = CausalLMArgs(model="", kv_cache_mb=enough, block_size=256, max_context=512)
+    assert sizes(args, runner)["blocks"] > 2
+    with pytest.raises(ConfigError, match="max_context: got 4096, the model was made for 512"):
+        sizes(msgspec.structs.replace(args, max_context=4096), runner)
