@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str  # weights:NAME, a folder with safetensors, a GGUF file, a hub id in the local cache, random:config.json
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"  # auto: bfloat16 where there is hardware for it, else float32
+    # auto: bfloat16 where there is hardware for it, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8"] = "auto"
     max_tokens: Annotated[int, Meta(ge=1)] = 256  # of a reply: the default and the most
     max_context: Annotated[int, Meta(ge=16)] | None = None  # tokens of prompt and reply; the model's own limit, at most 8192, when left out
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0  # of requests that name none; 0 is greedy. So are the next three
@@ -38,6 +39,8 @@ class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: Annotated[int, Meta(ge=1)] | None = None  # in one step, and a cancel waits for one
     max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time
     max_waiting: Annotated[int, Meta(ge=1)] = 256  # sequences that wait for their turn; more are refused
+    prompt_attention: Literal["auto", "flash_attn", "cudnn", "flash", "sdpa"] = "auto"  # on a GPU; auto: the fastest that can run there
+    cuda_graphs: bool = True  # decode under CUDA graphs where the model can be captured
 
 
 class CausalLM(EngineStage):
@@ -66,10 +69,10 @@ class CausalLM(EngineStage):
         )
         # 2. the engine around it
         from stages.ar.engine import Engine
-        from stages.ar.runner import Runner
         from stages.ar.text_engine import TextEngine
 
-        runner = Runner(model)
+        runner = self._runner(model)
+        self._choices = runner.describe()
         core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         self._grammars, self._vocabulary = engine.grammars, engine.vocabulary
@@ -80,6 +83,18 @@ class CausalLM(EngineStage):
         while engine.has_work():
             engine.step()
         return engine
+
+    def _runner(self, model: Any) -> Runner:
+        args, context = self.args, self.context
+        if context.device == "cpu":
+            from stages.ar.runner import Runner
+
+            return Runner(model)
+        from stages.ar.cuda.runner import CudaRunner
+
+        weights: Any = self._dtype if self._dtype in ("int8", "float8") else None
+        runner = CudaRunner(model, attention=args.prompt_attention, weights=weights, has_graphs=args.cuda_graphs, progress=context.progress)
+        return runner
 
     def parse(self, request: Request) -> Generation:
         args = self.args
@@ -96,7 +111,7 @@ class CausalLM(EngineStage):
         name = self.args.model.removeprefix("weights:")
         if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
             name = Path(name).name.removesuffix(".gguf")
-        return {"model": name, "dtype": self._dtype, "parameters": list(HONOURED)}
+        return {"model": name, "dtype": self._dtype, "parameters": list(HONOURED), **self._choices}
 
     def state(self) -> dict[str, Any]:
         engine: TextEngine = self.host.engine  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """The autoregressive engine: one step for all sequences.
 
     admit -> schedule -> one forward pass -> sample -> hooks -> what each sequence has now
+             `---- begun before the pass before it is sampled, where the runner runs ahead
 
 Knows tokens, embeddings and hidden states. Knows nothing of text or requests: `text_engine.py` and others put a meaning on sequences.
 
@@ -8,6 +9,8 @@ Rules
 - A step is one forward pass of at most `max_tokens` tokens, so a cancel waits no longer than that.
 - A job's tokens but the last are computed, or will be before it is sampled again; its sampler and its inputs survive preemption.
 - An input is a token, or an embedding in its place. A hook may give the next one, or have the job wait until somebody gives it (`give`).
+- A pass may be begun whose tokens only the device knows: of jobs that take the likeliest. A token that is not known yet stands as 0 at its job's
+  end, never longer than until `step` returns. What a job does after its end is thrown away.
 - Who owns a job decides when it ends (`remove`); then nothing of it is left but cached blocks.
 """
 
@@ -25,7 +28,7 @@ import torch
 from stages.ar.attention import Prefill
 from stages.ar.blocks import BlockPool, Content, PrefixKeys
 from stages.ar.params import Sampling
-from stages.ar.runner import Batch, Runner
+from stages.ar.runner import Batch, Result, Runner
 from stages.ar.sampler import Grammar, Row, Sampled, sample
 from stages.ar.scheduler import Scheduler, Sequence, Span
 
@@ -88,6 +91,7 @@ class Job(Sequence):
     ends: Collection[int] = ()  # tokens that end it, for its owner and its hook
     is_paused: bool = False  # its reader is slow
     is_waiting: bool = False  # for an input
+    is_over: bool = False
     prompt_length: int = 0
     shift: int = 0  # from a token's index to its position, after the prompt
 
@@ -103,6 +107,20 @@ class Advance(NamedTuple):
     job: Job
     sampled: Sampled
     made: Any = None
+
+
+class _Pass(NamedTuple):
+    """A forward pass that has been begun."""
+
+    spans: list[Span[Job]]
+    jobs: list[Job]  # that get a token by it, a row of `result` each
+    ats: list[int]  # where in the job's tokens
+    result: Result
+
+    @property
+    def is_known_to_device(self) -> bool:
+        """Whether the likeliest tokens are the ones, and nobody asks for more."""
+        return all(job.sampler.is_plain and job.sampler.logprobs is None and job.hook is None for job in self.jobs)
 
 
 class Engine:
@@ -135,12 +153,14 @@ class Engine:
         """
         runner.allocate(blocks, block_size)
         runner.check()
+        runner.prepare(max_tokens=max_tokens, max_sequences=max_sequences, max_context=max_context)
         self.runner = runner
         self.pool = BlockPool(blocks, block_size, caches=caches)
         self.scheduler: Scheduler[Job] = Scheduler(
             self.pool, max_tokens=max_tokens, max_sequences=max_sequences, max_context=max_context, max_waiting=max_waiting
         )
         self.revision = revision
+        self._begun: _Pass | None = None
 
     # -- jobs
 
@@ -190,6 +210,7 @@ class Engine:
 
     def remove(self, job: Job) -> None:
         """End it. Of one that is gone: nothing."""
+        job.is_over = True
         self.scheduler.remove(job)
 
     def pause(self, job: Job, *, is_paused: bool) -> None:
@@ -209,25 +230,54 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._begun is not None and not all(job.is_over for job in self._begun.jobs)
 
     # -- a step
 
     @torch.inference_mode()
     def step(self) -> list[Advance]:
         """One forward pass; the jobs that have a token more."""
+        now, self._begun = self._begun or self._begin(None), None
+        if now is None:
+            return []
+        if self.runner.runs_ahead and now.is_known_to_device:
+            self._begun = self._begin(now)
+        return self._finish(now)
+
+    def _begin(self, last: _Pass | None) -> _Pass | None:
+        """Hand the next pass to the device. `last` has not been finished; its tokens are known to the device only."""
+        pending: dict[Job, int] = {}
+        if last is not None:
+            pending = {job: n for n, job in enumerate(last.jobs) if not job.is_over}
+            for job in pending:
+                job.tokens.append(0)
         spans = self.scheduler.schedule()
         if not spans:
-            return []
-        result = self.runner.forward(self._batch(spans))
+            return None
+        result = self.runner.forward(self._batch(spans, pending))
         self.scheduler.advance(spans)
         jobs = [span.sequence for span in spans if span.sequence.missing == 0]
-        if not jobs:
+        return _Pass(spans, jobs, [len(job.tokens) for job in jobs], result)
+
+    def _finish(self, now: _Pass) -> list[Advance]:
+        """Its tokens."""
+        self.scheduler.publish(now.spans)
+        rows = [n for n, job in enumerate(now.jobs) if not job.is_over]
+        if not rows:
             return []
-        sampled = sample(result.logits, [job.sampler for job in jobs])
+        if now.is_known_to_device:
+            tokens = now.result.likeliest()
+            advances = [Advance(now.jobs[n], Sampled(tokens[n])) for n in rows]
+            for n, (job, choice, _) in zip(rows, advances, strict=True):
+                job.tokens[now.ats[n] :] = [choice.token]
+                job.sampler.push(choice.token)
+            return advances
+        jobs = now.jobs if len(rows) == len(now.jobs) else [now.jobs[n] for n in rows]
+        logits, hidden = (x if jobs is now.jobs else x[rows] for x in (now.result.logits, now.result.hidden))
+        sampled = sample(logits, [job.sampler for job in jobs])
         for job, choice in zip(jobs, sampled, strict=True):
             job.tokens.append(choice.token)
-        made = self._hooks(jobs, sampled, result.hidden)
+        made = self._hooks(jobs, sampled, hidden)
         return [Advance(job, choice, made.get(n)) for n, (job, choice) in enumerate(zip(jobs, sampled, strict=True))]
 
     def _hooks(self, jobs: list[Job], sampled: list[Sampled], hidden: torch.Tensor) -> dict[int, Any]:
@@ -252,7 +302,7 @@ class Engine:
         job.inputs.put(position, embedding[None])
         job.keys.stop_at(position)
 
-    def _batch(self, spans: list[Span[Job]]) -> Batch:
+    def _batch(self, spans: list[Span[Job]], pending: dict[Job, int]) -> Batch:
         size, tables = self.pool.block_size, self.scheduler.block_tables
         decodes = sum(span.end - span.start == 1 for span in spans)
         # 1. who decodes: all of them at once
@@ -284,6 +334,7 @@ class Engine:
             wanted=torch.tensor(wanted, dtype=torch.int64),
             embedded=embedded,
             embeddings=embeddings,
+            following=torch.tensor([pending.get(span.sequence, -1) for span in spans[:decodes]]) if pending and decodes else None,
         )
 
     def _slots(self, job: Job, at: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ def cpu_flags(cpu_info: str) -> frozenset[str]:
 
 def pick_dtype(asked: str, device: str, flags: frozenset[str]) -> str:
     """The dtype that `asked` stands for on `device`: "auto" is bfloat16 where there is hardware for it, and float32 elsewhere."""
-    if asked == "int8" and device != "cpu":
-        raise ConfigError(f'dtype: got "int8" on {device}, which is for the CPU', param="dtype")
+    if asked == "float8" and device == "cpu":
+        raise ConfigError('dtype: got "float8" on cpu, which is for GPUs', hint='dtype = "int8" is for both', param="dtype")
     if asked != "auto":
         return asked
     return "bfloat16" if device != "cpu" or flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
@@ -58,7 +58,8 @@ def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callab
     logging.disable_progress_bar()
     flags = cpu_flags(CPU_INFO.read_text())
     chosen = pick_dtype(dtype, device, flags)
-    tensor_type = torch.float32 if chosen == "int8" else getattr(torch, chosen)
+    is_8bit = chosen in ("int8", "float8")  # of which only the weights are, and they are quantized after loading
+    tensor_type = getattr(torch, chosen) if not is_8bit else torch.float32 if device == "cpu" else torch.bfloat16
 
     path = Path(getattr(source, "path", source))
     is_random = getattr(source, "kind", "") == "random"
@@ -76,7 +77,7 @@ def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callab
     except (OSError, ValueError, RuntimeError, KeyError) as error:  # how transformers says that a folder is no such model
         raise ConfigError(f"{path}: not a causal language model that transformers can load: {error}", param="model") from error
     model.eval().requires_grad_(False)
-    if chosen == "int8":
+    if chosen == "int8" and device == "cpu":
         progress("quantizing to int8")
         from stages.ar.int8 import quantize
 

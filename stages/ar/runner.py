@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +38,23 @@ class Batch:
     wanted: torch.Tensor  # (wanted,) int64: tokens of the batch whose logits are asked for
     embedded: torch.Tensor | None = None  # (embedded,) int64: tokens of the batch that are given as embeddings
     embeddings: torch.Tensor | None = None  # (embedded, hidden)
+    # (decodes,) int64: rows of the pass before whose likeliest token is this one's token, -1 where `tokens` has it
+    following: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
     """What a pass made, on the model's device, one row for each of `Batch.wanted`."""
 
-    logits: torch.Tensor  # (wanted, vocabulary)
-    hidden: torch.Tensor  # (wanted, hidden), after the last norm
+    logits: torch.Tensor  # (wanted, vocabulary); may be overwritten by the pass after the next
+    hidden: torch.Tensor  # (wanted, hidden), after the last norm; likewise
+    likeliest: Callable[[], list[int]]  # the token of each row; waits for the device
 
 
 class Runner:
     """One model and the store that it writes to."""
+
+    runs_ahead = False  # whether a pass is worth beginning before the one before it is looked at: where the device works on its own
 
     def __init__(self, model: Any, *, inner: Any = None, head: Any = None, row_layers: tuple[int, ...] = ()) -> None:
         """
@@ -79,11 +85,24 @@ class Runner:
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.24
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         self._step: Step | None = None
+        self._likeliest = torch.zeros(0, dtype=torch.int64)  # of the last pass
+        self.tolerance = 1e-3 if self.dtype == torch.float32 else 0.1  # of `check`, relative to the largest logit
+        self._reference = self._own_logits(is_whole=inner is None and head is None)
+        self.exchange()
         for layer in row_layers:
             self._keep_rows(layer)
-        self._reference = self._own_logits(is_whole=inner is None and head is None)
         register()
         self.inner.set_attn_implementation(NAME)
+
+    def exchange(self) -> None:
+        """Put other modules in the place of the model's that do the same. Before anything is hooked to them; `check` compares afterwards."""
+
+    def prepare(self, *, max_tokens: int, max_sequences: int, max_context: int) -> None:
+        """Whatever the first steps would wait for; see Engine for what they hold. Once, after `check`."""
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen by what the device can do, in words."""
+        return {}
 
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make the store. Once, before the first pass."""
@@ -113,11 +132,18 @@ class Runner:
         )
         hidden = self.decode(self.embeddings(batch), batch.positions.to(device), step)
         wanted = hidden if len(batch.wanted) == len(hidden) else hidden.index_select(0, batch.wanted.to(device))
-        return Result(self.logits(wanted), wanted)
+        logits = self.logits(wanted)
+        if self.runs_ahead:
+            self._likeliest = logits.argmax(-1)
+        return Result(logits, wanted, lambda: logits.argmax(-1).tolist())
 
     def embeddings(self, batch: Batch) -> torch.Tensor:
         """(tokens, hidden)"""
-        embeddings: torch.Tensor = self.embed(batch.tokens.to(self.device))
+        tokens = batch.tokens.to(self.device)
+        if batch.following is not None:
+            rows = batch.following.to(self.device)
+            tokens[: batch.decodes] = follow(tokens[: batch.decodes], rows, self._likeliest)
+        embeddings: torch.Tensor = self.embed(tokens)
         if batch.embedded is not None and batch.embeddings is not None:
             embeddings.index_copy_(0, batch.embedded.to(self.device), batch.embeddings.to(self.device, embeddings.dtype))
         return embeddings
@@ -158,10 +184,10 @@ class Runner:
         at = torch.arange(count)
         positions = at if self.position_dims == 1 else at.expand(self.position_dims, -1)
         batch = Batch(
-            at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks.to(self.device)),), at
+            at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks),), at
         )
         difference = (self.forward(batch).logits.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        if not difference <= (1e-3 if self.dtype == torch.float32 else 0.1):
+        if not difference <= self.tolerance:
             raise ConfigError(
                 f"model: the engine's logits differ from {type(self.model).__name__}'s own by {difference:.1e} of their size",
                 hint="this model does something that stages/ar/runner.py does not know",
@@ -186,3 +212,8 @@ class Runner:
                 self._step.store.rows[layer].flatten(0, 1).index_copy_(0, self._step.slots, hidden[0])
 
         self.inner.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def follow(tokens: torch.Tensor, rows: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """(n,): `tokens`, but where `rows` is not -1 what `likeliest` has in that row. Waits for nothing."""
+    return torch.where(rows >= 0, likeliest[rows.clamp(min=0)], tokens)

@@ -126,7 +126,7 @@ class Scheduler(Generic[S]):
     # -- a step
 
     def schedule(self) -> list[Span[S]]:
-        """The next step's spans, those of one token first. `advance` says that they have been computed."""
+        """The next step's spans, those of one token first. `advance` says that they run, `publish` that they have."""
         self._steps += 1
         plan: dict[S, Span[S]] = {}
         budget = self.max_tokens
@@ -150,10 +150,14 @@ class Scheduler(Generic[S]):
         return sorted(plan.values(), key=lambda span: span.end - span.start > 1)
 
     def advance(self, spans: list[Span[S]]) -> None:
-        """They have been computed: what is whole can be found by others."""
+        """They have been handed to the device: whatever is scheduled from now on runs after them."""
         for sequence, _, end in spans:
             sequence.computed = end
-            if self.pool.caches and end // self.pool.block_size > sequence.published:
+
+    def publish(self, spans: list[Span[S]]) -> None:
+        """Their tokens are known and computed: what is whole can be found by others. Of a sequence that has lost its blocks since: nothing."""
+        for sequence, _, end in spans:
+            if self.pool.caches and sequence.computed >= end and end // self.pool.block_size > sequence.published:
                 keys = sequence.keys.upto(sequence.tokens, end)
                 for n in range(sequence.published, len(keys)):
                     self.pool.publish(sequence.blocks[n], keys[n])

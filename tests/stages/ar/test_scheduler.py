@@ -25,6 +25,7 @@ def step(scheduler: Scheduler[Sequence], *, limit: int = 10**9) -> list[Span[Seq
     """One step, as the engine does it: a token more for those who are at their end."""
     spans = scheduler.schedule()
     scheduler.advance(spans)
+    scheduler.publish(spans)
     for item, _, end in spans:
         if end == len(item.tokens):
             item.tokens.append(7)
@@ -77,6 +78,7 @@ class Machine(RuleBasedStateMachine):
             assert start == item.computed < end <= len(item.tokens)
             assert len(item.blocks) * 4 >= end
         scheduler.advance(spans)
+        scheduler.publish(spans)
         for item, _, end in spans:
             if end == len(item.tokens):
                 item.tokens.append(7)

@@ -1,0 +1,1 @@
+"""What the autoregressive engine does differently on a CUDA device: Triton kernels, fused layers, graphs, attention backends."""
