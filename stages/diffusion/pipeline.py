@@ -19,7 +19,7 @@ from stages.diffusion.apart import DECODERS, ENCODERS, call_arguments
 from stages.diffusion.args import DiffusionArgs
 from stages.diffusion.cut import read_index, why_not
 from stages.diffusion.params import Accepts, Job, Limits, parse
-from streamrt import Chunk, ConfigError, EngineStage, Request, Stage
+from streamrt import BadRequest, Chunk, ConfigError, EngineStage, Request, Stage
 
 if TYPE_CHECKING:
     from stages.diffusion.denoising import Denoising, OnStep
@@ -105,6 +105,8 @@ class DiffusionPipeline(EngineStage):
                 return Whole(pipeline, arguments, on_step)
             is_cached = caches is not None and job.quality != "lossless"
             twin = partial(caches.twin, quality=job.quality, steps=job.steps) if caches is not None and is_cached else None
+            if args.part == "denoiser" and inputs.encoded is None:
+                raise BadRequest("hidden: this stage denoises what an encoder stage sends, and nothing came")
             if inputs.encoded is None:
                 return Stepwise(pipeline, arguments, on_step, twin)
             return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)

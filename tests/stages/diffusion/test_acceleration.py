@@ -45,7 +45,7 @@ def run(bench: Bench, model: str, *requests: tuple[str, int, str], steps: int = 
     return dict(bench.made)
 
 
-@pytest.mark.parametrize("model", ["dit", "flux", pytest.param("qwenimage", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["dit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "qwenimage"))])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cached_request_is_the_same_alone_and_among_others_and_close_to_an_uncached_one(
     cache: str, model: str, folders, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +76,7 @@ def test_a_twin_shares_its_weights(folders) -> None:
     assert {p.data_ptr() for p in twin.parameters()} == {p.data_ptr() for p in module.parameters()}
 
 
-@pytest.mark.parametrize("how", ["int8", "int8_dynamic", "fp8"])
+@pytest.mark.parametrize("how", ["int8", *(pytest.param(how, marks=pytest.mark.slow) for how in ("int8_dynamic", "fp8"))])
 def test_a_quantized_denoiser_draws_nearly_the_same(how: str, folders) -> None:
     exact = run(Bench(folders["dit"], "image"), "dit", ("a", 1, "lossless"))[1]
     bench = Bench(folders["dit"], "image", quantize={"transformer": how, "vae": "none"})
