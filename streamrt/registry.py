@@ -39,6 +39,7 @@ STAGES: dict[str, Entry] = {
     "speech.asr.faster_whisper": Entry("stages.speech.asr:FasterWhisper", ("faster_whisper",)),
     "speech.tts.kokoro": Entry("stages.speech.tts:Kokoro", ("kokoro_onnx", "onnxruntime")),
     "ar.causal_lm": Entry("stages.ar.causal_lm:CausalLM", ("torch", "transformers")),
+    "diffusion.pipeline": Entry("stages.diffusion.pipeline:DiffusionPipeline", ("torch", "transformers", "diffusers", "greenlet")),
     "testing.vad": Entry("stages.testing:EnergyVad"),
     "testing.asr": Entry("stages.testing:ScriptAsr"),
     "testing.llm": Entry("stages.testing:ScriptLlm"),
@@ -56,6 +57,12 @@ EXTRAS: dict[str, str] = {
     "safetensors": "torch",
     "accelerate": "torch",
     "gguf": "torch",
+    "diffusers": "diffusion",
+    "greenlet": "diffusion",
+    "peft": "diffusion",
+    "torchsde": "diffusion",
+    "torchao": "speedups",
+    "cache_dit": "speedups",
     "onnxruntime": "voice",
     "faster_whisper": "voice",
     "ctranslate2": "voice",
@@ -125,10 +132,16 @@ def load_class(use: str, folder: Path | str | None = None) -> type[Stage]:
 
 
 def parse_args(kind: type[Stage], stage: StageConfig, file: Path | str = "pipeline.toml") -> Any:
-    """`[stage.args]` as the class's `Args`; strict. A `Path` among them is made absolute, from the folder of `file`."""
+    """`[stage.args]` as the class's `Args`; strict. Paths among them, also in a table, are made absolute, from the folder of `file`."""
     args = convert(stage.args, kind.Args, Where(str(file)), f"stage.{stage.name}.args")
-    paths = {f.name: getattr(args, f.name) for f in msgspec.structs.fields(args) if isinstance(getattr(args, f.name), Path)}
-    return msgspec.structs.replace(args, **{name: Path(file).absolute().parent / path.expanduser() for name, path in paths.items()})
+    folder = Path(file).absolute().parent
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: absolute(inner) for key, inner in value.items()}
+        return folder / value.expanduser() if isinstance(value, Path) else value
+
+    return msgspec.structs.replace(args, **{f.name: absolute(getattr(args, f.name)) for f in msgspec.structs.fields(args)})
 
 
 def load_graph(config: PipelineConfig) -> tuple[Graph, dict[str, type[Stage]]]:
@@ -140,7 +153,7 @@ def load_graph(config: PipelineConfig) -> tuple[Graph, dict[str, type[Stage]]]:
         except ConfigError as error:
             key = f"stage.{stage.name}.use"
             raise ConfigError(f"{config.file}: {key}: {error.message}", hint=error.hint, param=key) from error.__cause__
-        parse_args(kind, stage, config.file)
+        kinds[stage.name] = kind.configured(parse_args(kind, stage, config.file))
     return Graph((Node.of(stage, kinds[stage.name]) for stage in config.stages), config.file), kinds
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -59,6 +60,7 @@ class Request(msgspec.Struct):
       speak       voice: str, speed: float, language: str            text arrives as text chunks
       transcribe  language: str, prompt: str, temperature: float, timestamps: bool     audio arrives as audio chunks
       listen      threshold: float, prefix_padding_ms: int, silence_duration_ms: int    audio and event chunks arrive
+      image, video, audio     see `stages/diffusion/params.py`: prompt, size, num_inference_steps, guidance_scale, seed, n ...
     """
 
     id: str
@@ -133,6 +135,16 @@ class Stage:
     def __init__(self, args: Any, context: Context) -> None:
         self.args = args
         self.context = context
+
+    @classmethod
+    def configured(cls, args: Any) -> type[Stage]:
+        """The class that these arguments ask for: this one, or a subclass that declares other ports and tasks."""
+        return cls
+
+    @classmethod
+    def remarks(cls, args: Any, model: Path | None) -> list[str]:
+        """What `streamrt check` should say of these arguments and the model they name (None: it is not here). No heavy imports."""
+        return []
 
     def load(self) -> None:
         """Import, read weights, warm up. Blocking; on the compute thread."""
