@@ -15,7 +15,8 @@ from stages.ar.params import Generation, Sampling, parse
 from streamrt import ConfigError, EngineStage, Request
 
 if TYPE_CHECKING:
-    from stages.ar.engine import CausalEngine
+    from stages.ar.runner import Runner
+    from stages.ar.text_engine import TextEngine
 
 
 class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,8 +30,12 @@ class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
     instructions: str = ""  # the system message of requests that bring none; computed at load
-    prefill_tokens: Annotated[int, Meta(ge=1)] = 64  # prompt tokens in one step: a cancel waits for one step
-    prefix_cache_mb: Annotated[int, Meta(ge=0)] = 256  # for the beginnings of conversations; 0 turns it off
+    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = None  # keys and values of all requests; 1024, or half of what a GPU has free, when left out
+    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # tokens; 4 on a CPU and 16 on a GPU when left out
+    prefix_cache: bool = True  # prompts that begin alike are computed once
+    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = None  # in one step, and a cancel waits for one; 128 on a CPU, 2048 on a GPU when left out
+    max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time; 16 on a CPU and 64 on a GPU when left out
+    max_waiting: Annotated[int, Meta(ge=1)] = 256  # sequences that wait for their turn; more are refused
 
 
 class CausalLM(EngineStage):
@@ -45,7 +50,7 @@ class CausalLM(EngineStage):
     max_requests = 8
     args: CausalLMArgs
 
-    def make_engine(self) -> CausalEngine:
+    def make_engine(self) -> TextEngine:
         # 1. the model
         from stages.ar.loading import load
 
@@ -59,20 +64,13 @@ class CausalLM(EngineStage):
             progress=context.progress,
         )
         # 2. the engine around it
-        from stages.ar.engine import CausalEngine, Runner
+        from stages.ar.engine import Engine
+        from stages.ar.runner import Runner
+        from stages.ar.text_engine import TextEngine
 
         runner = Runner(model)
-        limit = getattr(runner.config, "max_position_embeddings", None) or 8192
-        if args.max_context is not None and args.max_context > limit:
-            raise ConfigError(f"max_context: got {args.max_context}, the model was made for {limit}", param="max_context")
-        engine = CausalEngine(
-            runner,
-            tokenizer,
-            max_context=args.max_context or min(limit, 8192),
-            prefill_tokens=args.prefill_tokens,
-            prefix_bytes=args.prefix_cache_mb << 20,
-            instructions=args.instructions,
-        )
+        core = Engine(runner, **sizes(args, runner), caches=args.prefix_cache)
+        engine = TextEngine(core, tokenizer, instructions=args.instructions)
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
         context.progress("warming up")
         request = Request("warm-up", "respond", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3})
@@ -93,10 +91,57 @@ class CausalLM(EngineStage):
         return {"model": name, "dtype": self._dtype}
 
     def state(self) -> dict[str, Any]:
-        engine: CausalEngine = self.host.engine  # type: ignore[assignment]
+        engine: TextEngine = self.host.engine  # type: ignore[assignment]
+        pool = engine.engine.pool
         return {
             "running": engine.running,
+            "waiting": len(engine.engine.scheduler.waiting),
             "tokens_per_s": round(engine.tokens_per_s, 1),
-            "prefixes": len(engine.prefixes),
-            "prefix_mb": engine.prefixes.nbytes >> 20,
+            "kv_blocks": pool.blocks - 1,
+            "kv_blocks_held": pool.held,
+            "kv_blocks_cached": pool.cached,
+            "cache_hits": pool.stats.hits,
+            "cache_misses": pool.stats.misses,
+            "cache_evictions": pool.stats.evictions,
+            "preemptions": engine.engine.scheduler.preemptions,
         }
+
+
+def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, int]:
+    """How much memory the engine has, in its words.
+
+    Raises:
+        ConfigError: the model was not made for so long a context, or the memory does not hold one.
+    """
+    import torch
+
+    from stages.ar.kv import token_bytes
+
+    is_cpu = runner.device.type == "cpu"
+    block_size = args.block_size or (4 if is_cpu else 16)
+    max_sequences = args.max_sequences or (16 if is_cpu else 64)
+    if args.kv_cache_mb is not None:
+        nbytes = args.kv_cache_mb << 20
+    else:
+        nbytes = 1 << 30 if is_cpu else torch.cuda.mem_get_info(runner.device)[0] // 2
+    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
+    room = (nbytes // per_block - 1) * block_size
+    limit = getattr(runner.config, "max_position_embeddings", None) or 8192
+    if args.max_context is not None and args.max_context > limit:
+        raise ConfigError(f"max_context: got {args.max_context}, the model was made for {limit}", param="max_context")
+    max_context = args.max_context or min(limit, 8192)
+    if room < max_context:
+        raise ConfigError(
+            f"kv_cache_mb: {nbytes >> 20} MB hold {max(room, 0)} tokens, expected at least max_context, {max_context}",
+            hint=f"one token takes {per_block // block_size} bytes: set kv_cache_mb = {-(-(max_context + 2 * block_size) * per_block // block_size >> 20) + 1}, or a shorter max_context",
+            param="kv_cache_mb",
+        )
+    most = min(room // block_size, max_sequences * (-(-max_context // block_size)) * 2)  # more would never be used
+    return {
+        "blocks": most + 1,
+        "block_size": block_size,
+        "max_tokens": max(args.max_batch_tokens or (128 if is_cpu else 2048), max_sequences),
+        "max_sequences": max_sequences,
+        "max_context": max_context,
+        "max_waiting": args.max_waiting,
+    }

@@ -1,240 +1,307 @@
-"""The autoregressive engine: many requests, one forward pass of one of them per step, in turn.
+"""The autoregressive engine: one step for all sequences.
 
-    text -> prompt tokens -> [cached beginning] -> prefill, some tokens a step -> one token a step -> text
+    admit -> schedule -> one forward pass -> sample -> hooks -> what each sequence has now
 
-Knows sequences and when each gets its turn. The model, prompts, sampling and text are told apart in `Runner`, `Prompter`,
-`Sampler` and `Detokenizer`; threads and queues are the host's.
+Knows tokens, embeddings and hidden states. Knows nothing of text or requests: `text_engine.py` and others put a meaning on sequences.
 
 Rules
-- A step is one forward pass of at most `prefill_tokens` tokens, so a cancel never waits longer than that.
-- A sequence's cache holds its first `computed` tokens, always; the last sampled token is not computed yet.
-- When a sequence ends in any way, what it computed is kept for the next turn of its conversation.
+- A step is one forward pass of at most `max_tokens` tokens, so a cancel waits no longer than that.
+- A job's tokens but the last are computed, or will be before it is sampled again; its sampler and its inputs survive preemption.
+- An input is a token, or an embedding in its place. A hook may give the next one, or have the job wait until somebody gives it (`give`).
+- Who owns a job decides when it ends (`remove`); then nothing of it is left but cached blocks.
 """
 
 from __future__ import annotations
 
-import inspect
-import time
-from collections import deque
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
-from transformers.cache_utils import Cache
 
-from stages.ar.cache import PrefixStore, begin_with, new_cache
-from stages.ar.detokenizer import Detokenizer
-from stages.ar.params import Generation, with_instructions
-from stages.ar.prompt import Prompter
-from stages.ar.sampler import Sampler
-from streamrt import BadRequest, Chunk, Output, Request, TooLong, text_chunk
-
-
-class Runner:
-    """A transformers causal LM as one function: tokens that follow what `cache` holds in, logits of the last one out."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.config = model.config.get_text_config(decoder=True)
-        self.device = model.device
-        names = inspect.signature(type(model).forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.24
-        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-
-    def new_cache(self) -> Cache:
-        return new_cache(self.model.config)
-
-    def begin_with(self, stored: Cache, length: int) -> Cache:
-        return begin_with(self.model.config, stored, length)
-
-    def forward(self, tokens: list[int], cache: Cache) -> torch.Tensor:
-        """(vocabulary,) logits; `cache` holds `tokens` too afterwards."""
-        ids = torch.tensor([tokens], device=self.device)  # (1, tokens)
-        logits = self.model(input_ids=ids, use_cache=True, **{self._cache_name: cache}, **self._only_last).logits
-        return logits[0, -1]
-
-    def end_tokens(self, tokenizer: Any) -> frozenset[int]:
-        """Tokens after which the model has nothing more to say."""
-        ends = getattr(self.model.generation_config, "eos_token_id", None)
-        return frozenset({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
+from stages.ar.attention import Prefill
+from stages.ar.blocks import BlockPool, Content, PrefixKeys
+from stages.ar.params import Sampling
+from stages.ar.runner import Batch, Runner
+from stages.ar.sampler import Row, Sampled, sample
+from stages.ar.scheduler import Scheduler, Sequence, Span
 
 
-class Sequence:
-    """One request on its way."""
+class Embeddings:
+    """A sequence's inputs that are no tokens, by position. Kept to its end: what is preempted is computed again."""
 
-    def __init__(self, request_id: str, generation: Generation) -> None:
-        self.request_id = request_id
-        self.generation = generation
-        self.fed: list[str] = []  # text of the one user message, when there are no `messages`
-        self.fed_chars = 0
-        self.is_paused = False
-        # From here on: once its input is whole.
-        self.tokens: list[int] = []  # of the prompt and the reply; empty while input is awaited
-        self.prompt_tokens = 0
-        self.dropped_messages = 0
-        self.computed = 0
-        self.cached = 0  # of these, not computed by this request
-        self.cache: Cache | None = None
-        self.sampler: Sampler
-        self.detokenizer: Detokenizer
+    def __init__(self) -> None:
+        self._positions: list[int] = []
+        self._rows = torch.empty(0, 0)
 
-    @property
-    def is_runnable(self) -> bool:
-        return bool(self.tokens) and not self.is_paused
+    def __len__(self) -> int:
+        return len(self._positions)
 
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
+    @torch.inference_mode()
+    def put(self, position: int, rows: torch.Tensor) -> None:
+        """(n, hidden) at `position` and after, which come after all before."""
+        start, end = len(self._positions), len(self._positions) + len(rows)
+        if self._positions and position <= self._positions[-1]:
+            raise ValueError(f"position {position} comes after {self._positions[-1]}")
+        if end > len(self._rows):
+            grown = rows.new_empty(max(end, 2 * start), rows.shape[1])
+            if start:
+                grown[:start] = self._rows[:start]
+            self._rows = grown
+        self._rows[start:end] = rows
+        self._positions.extend(range(position, position + len(rows)))
+
+    def between(self, start: int, end: int) -> tuple[list[int], torch.Tensor]:
+        """Positions from `start` up to `end` that have one, and the embeddings."""
+        first, last = bisect_left(self._positions, start), bisect_left(self._positions, end)
+        return self._positions[first:last], self._rows[first:last]
 
 
-class CausalEngine:
-    """Implements `streamrt.Engine`; `params` of `submit` is a `Generation`."""
+class Next(NamedTuple):
+    """What a hook says of one job."""
+
+    embedding: torch.Tensor | None = None  # (hidden,): the next input, instead of the sampled token
+    made: Any = None  # for the job's owner, in `Advance.made`
+    waits: bool = False  # the next input comes later, by `Engine.give`
+
+
+class Hook(Protocol):
+    """Work between two steps, for the jobs that share it, all at once: a nested loop of codebooks, the next embedding."""
+
+    def after(self, jobs: list[Job], sampled: list[Sampled], hidden: torch.Tensor) -> list[Next]:
+        """hidden: (jobs, hidden), of the rows that were sampled from, after the last norm. On the compute thread, in inference mode."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Job(Sequence):
+    """A sequence with all that a model and a sampler have to know."""
+
+    sampler: Row
+    inputs: Embeddings = field(default_factory=Embeddings)
+    positions: torch.Tensor | None = None  # (3, prompt) int64 for models with three-dimensional positions; None: 0, 1, 2 ...
+    hook: Hook | None = None
+    state: Any = None  # the hook's
+    min_length: int = 0  # tokens, with the prompt's; before that `ends` are not chosen
+    ends: tuple[int, ...] = ()
+    is_paused: bool = False  # its reader is slow
+    is_waiting: bool = False  # for an input
+    prompt_length: int = 0
+    shift: int = 0  # from a token's index to its position, after the prompt
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+        if self.positions is not None:
+            self.shift = int(self.positions.max()) + 1 - self.prompt_length
+
+
+class Advance(NamedTuple):
+    """A job has one token more."""
+
+    job: Job
+    sampled: Sampled
+    made: Any = None
+
+
+class Engine:
+    """All jobs on one model. Called on one thread."""
 
     def __init__(
-        self, runner: Runner, tokenizer: Any, *, max_context: int, prefill_tokens: int, prefix_bytes: int, instructions: str = ""
+        self,
+        runner: Runner,
+        *,
+        blocks: int,
+        block_size: int,
+        max_tokens: int,
+        max_sequences: int,
+        max_context: int,
+        max_waiting: int = 1024,
+        caches: bool = True,
+        revision: bytes = b"",
     ) -> None:
+        """
+        Args:
+            blocks: of memory, of `block_size` tokens each; one of them is for what has no place.
+            max_tokens, max_sequences, max_context, max_waiting: see Scheduler.
+            caches: prompts that begin alike are computed once.
+            revision: what cached keys and values depend on beside tokens: the model's weights, its adapter.
+        """
+        runner.allocate(blocks, block_size)
+        runner.check()
         self.runner = runner
-        self.tokenizer = tokenizer
-        self.prompter = Prompter(tokenizer)
-        self.prefixes = PrefixStore(prefix_bytes)
-        self.max_context = max_context
-        self.tokens_per_s = 0.0  # while decoding, of all requests together, smoothed
-        self._instructions = instructions
-        self._prefill_tokens = prefill_tokens
-        self._ends = runner.end_tokens(tokenizer)
-        self._sequences: dict[str, Sequence] = {}
-        self._turns: deque[Sequence] = deque()  # each sequence once; the next to run is the first that can
+        self.pool = BlockPool(blocks, block_size, caches=caches)
+        self.scheduler: Scheduler[Job] = Scheduler(
+            self.pool, max_tokens=max_tokens, max_sequences=max_sequences, max_context=max_context, max_waiting=max_waiting
+        )
+        self.revision = revision
 
-    # -- commands
+    # -- jobs
 
-    def submit(self, request: Request, params: Generation) -> None:
-        sequence = Sequence(request.id, params)
-        if params.messages is not None:
-            self._begin(sequence, params.messages)
-        self._sequences[request.id] = sequence
-        self._turns.append(sequence)
+    def job(
+        self,
+        tokens: Tokens[int],
+        sampling: Sampling,
+        *,
+        grammar: Any = None,
+        embeddings: Tokens[tuple[int, torch.Tensor]] = (),
+        contents: Tokens[Content] = (),
+        **fields: Any,
+    ) -> Job:
+        """A job that `add` takes.
 
-    def feed(self, request_id: str, chunk: Chunk) -> None:
-        sequence = self._sequences[request_id]
-        if sequence.generation.messages is None and chunk.modality == "text":
-            sequence.fed_chars += len(chunk.text)
-            if sequence.fed_chars > self.prompter.max_chars(self.max_context):
-                raise TooLong(f"text: longer than {self.max_context} tokens can be")
-            sequence.fed.append(chunk.text)
+        Args:
+            tokens: the prompt; any id where an embedding or a content stands.
+            embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
+                is found again.
+            contents: what the tokens of a span stand for.
+            fields: the others of Job.
+        """
+        inputs = Embeddings()
+        keys = PrefixKeys(self.revision, self.pool.block_size, contents)
+        for position, rows in embeddings:
+            inputs.put(position, rows)
+            if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
+                keys.stop_at(position)
+        sampler = Row(sampling, tokens, device=self.runner.device, grammar=grammar)
+        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, **fields)
 
-    def end(self, request_id: str) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.tokens:
-            return
-        text = "".join(sequence.fed)
-        if not text.strip():
-            raise BadRequest("text: there is none to respond to")
-        self._begin(sequence, with_instructions([{"role": "user", "content": text}], self._instructions))
+    def add(self, job: Job) -> None:
+        """Raises TooLong, Overloaded; see Scheduler.add."""
+        if not job.tokens:
+            raise ValueError("a job needs a token to begin with")
+        self.scheduler.add(job)
 
-    def cancel(self, request_id: str) -> None:
-        if request_id in self._sequences:
-            self._retire(self._sequences[request_id])
+    def remove(self, job: Job) -> None:
+        """End it. Of one that is gone: nothing."""
+        self.scheduler.remove(job)
 
-    def pause(self, request_id: str) -> None:
-        if request_id in self._sequences:
-            self._sequences[request_id].is_paused = True
+    def pause(self, job: Job, *, is_paused: bool) -> None:
+        job.is_paused = is_paused
+        self.scheduler.hold(job, is_held=job.is_paused or job.is_waiting)
 
-    def resume(self, request_id: str) -> None:
-        if request_id in self._sequences:
-            self._sequences[request_id].is_paused = False
+    def give(self, job: Job, embedding: torch.Tensor) -> None:
+        """The input, (hidden,), that a job waits for."""
+        self._put(job, embedding)
+        job.is_waiting = False
+        self.scheduler.hold(job, is_held=job.is_paused)
 
-    def close(self) -> None:
-        self._sequences.clear()
-        self._turns.clear()
-        self.prefixes.clear()
-
-    # -- work
+    def rows(self, job: Job, layer: int, start: int, end: int) -> torch.Tensor:
+        """(end - start, hidden): what layer `layer` was given for tokens that are computed, cached ones included. Of a job that runs."""
+        at = torch.arange(start, end)
+        return self.runner.store.read_rows(layer, self._slots(job, at))
 
     @property
-    def running(self) -> int:
-        return len(self._sequences)
-
     def has_work(self) -> bool:
-        return any(sequence.is_runnable for sequence in self._turns)
+        return self.scheduler.has_work
 
-    def step(self) -> list[Output]:
-        """One forward pass of the next sequence in turn."""
-        sequence = next(s for s in self._turns if s.is_runnable)
-        self._turns.remove(sequence)
-        self._turns.append(sequence)
-        with torch.inference_mode():
-            return self._advance(sequence)
+    # -- a step
 
-    def _advance(self, sequence: Sequence) -> list[Output]:
-        began = time.perf_counter()
-        # 1. the beginning that is known already
-        if sequence.cache is None:
-            stored, sequence.cached = self.prefixes.longest(sequence.tokens)
-            sequence.cache = self.runner.begin_with(stored, sequence.cached) if stored else self.runner.new_cache()
-            sequence.computed = sequence.cached
-        # 2. one pass
-        tokens = sequence.tokens[sequence.computed : sequence.computed + self._prefill_tokens]
-        cache, sequence.cache = sequence.cache, None  # nobody keeps a cache that a failed pass has left half written
-        logits = self.runner.forward(tokens, cache)
-        sequence.cache = cache
-        sequence.computed += len(tokens)
-        if sequence.computed < len(sequence.tokens):
+    @torch.inference_mode()
+    def step(self) -> list[Advance]:
+        """One forward pass; the jobs that have a token more."""
+        spans = self.scheduler.schedule()
+        if not spans:
             return []
-        # 3. one token
-        token = sequence.sampler(logits)
-        sequence.tokens.append(token)
-        if len(tokens) == 1:
-            self._measure(time.perf_counter() - began)
-        return self._say(sequence, token)
+        result = self.runner.forward(self._batch(spans))
+        self.scheduler.advance(spans)
+        jobs = [span.sequence for span in spans if span.sequence.missing == 0]
+        if not jobs:
+            return []
+        for n, job in enumerate(jobs):
+            if len(job.tokens) < job.min_length:
+                result.logits[n, list(job.ends)] = -torch.inf
+        sampled = sample(result.logits, [job.sampler for job in jobs])
+        for job, choice in zip(jobs, sampled, strict=True):
+            job.tokens.append(choice.token)
+        made = self._hooks(jobs, sampled, result.hidden)
+        return [Advance(job, choice, made.get(n)) for n, (job, choice) in enumerate(zip(jobs, sampled, strict=True))]
 
-    def _begin(self, sequence: Sequence, messages: list[dict[str, Any]]) -> None:
-        """Its input is whole: make the prompt."""
-        generation = sequence.generation
-        room = self.max_context - min(generation.max_tokens, self.max_context // 4)  # some of the context is the reply's
-        tokens, sequence.dropped_messages = self.prompter.build(
-            messages, room, tools=generation.tools, may_truncate=generation.may_truncate
+    def _hooks(self, jobs: list[Job], sampled: list[Sampled], hidden: torch.Tensor) -> dict[int, Any]:
+        groups: dict[Hook, list[int]] = {}
+        for n, job in enumerate(jobs):
+            if job.hook is not None:
+                groups.setdefault(job.hook, []).append(n)
+        made: dict[int, Any] = {}
+        for hook, group in groups.items():
+            nexts = hook.after([jobs[n] for n in group], [sampled[n] for n in group], hidden[group])
+            for n, following in zip(group, nexts, strict=True):
+                made[n] = following.made
+                if following.embedding is not None:
+                    self._put(jobs[n], following.embedding)
+                if following.waits:
+                    jobs[n].is_waiting = True
+                    self.scheduler.hold(jobs[n], is_held=True)
+        return made
+
+    def _put(self, job: Job, embedding: torch.Tensor) -> None:
+        position = len(job.tokens) - 1
+        job.inputs.put(position, embedding[None])
+        job.keys.stop_at(position)
+
+    def _batch(self, spans: list[Span[Job]]) -> Batch:
+        size, tables = self.pool.block_size, self.scheduler.block_tables
+        decodes = sum(span.end - span.start == 1 for span in spans)
+        # 1. who decodes: all of them at once
+        rows = np.array([span.sequence.row for span in spans[:decodes]], np.int64)
+        at = np.array([span.start for span in spans[:decodes]], np.int64)
+        tokens = [span.sequence.tokens[span.start] for span in spans[:decodes]]
+        slots = [torch.from_numpy(tables[rows, at // size].astype(np.int64) * size + at % size)]
+        block_tables = tables[rows, : int(at.max()) // size + 1] if decodes else tables[:0, :0]
+        # 2. prompts
+        prefills = []
+        wanted = [n for n, span in enumerate(spans[:decodes]) if span.end == len(span.sequence.tokens)]
+        for job, start, end in spans[decodes:]:
+            begin = len(tokens)
+            tokens += job.tokens[start:end]
+            slots.append(self._slots(job, torch.arange(start, end)))
+            blocks = torch.from_numpy(tables[job.row, : (end - 1) // size + 1].copy())
+            prefills.append(Prefill(begin, len(tokens), end, blocks))
+            if end == len(job.tokens):
+                wanted.append(len(tokens) - 1)
+        embedded, embeddings = self._embeddings(spans)
+        return Batch(
+            tokens=torch.tensor(tokens),
+            positions=self._positions(spans, at, decodes),
+            slots=torch.cat(slots) if prefills else slots[0],
+            decodes=decodes,
+            block_tables=torch.from_numpy(block_tables),
+            context_lens=torch.from_numpy((at + 1).astype(np.int32)),
+            prefills=tuple(prefills),
+            wanted=torch.tensor(wanted, dtype=torch.int64),
+            embedded=embedded,
+            embeddings=embeddings,
         )
-        sequence.tokens, sequence.prompt_tokens = tokens, len(tokens)
-        sequence.sampler = Sampler(generation.sampling, tokens, self.runner.device)
-        sequence.detokenizer = Detokenizer(self._decode, generation.stop)
 
-    def _say(self, sequence: Sequence, token: int) -> list[Output]:
-        reason, text = "", ""
-        if token in self._ends:
-            reason = "stop"
-        else:
-            text = sequence.detokenizer.push(token)
-            if sequence.detokenizer.is_stopped:
-                reason = "stop"
-            elif sequence.completion_tokens >= sequence.generation.max_tokens or len(sequence.tokens) >= self.max_context:
-                reason = "length"
-        if reason:
-            text += sequence.detokenizer.finish()
-        outputs = [Output(sequence.request_id, text_chunk(text))] if text else []
-        if reason:
-            self._retire(sequence)
-            outputs.append(Output(sequence.request_id, finished=True, meta=_final(sequence, reason)))
-        return outputs
+    def _slots(self, job: Job, at: torch.Tensor) -> torch.Tensor:
+        size = self.pool.block_size
+        blocks = torch.from_numpy(self.scheduler.block_tables[job.row]).long()
+        return blocks[at // size] * size + at % size
 
-    def _retire(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request_id]
-        self._turns.remove(sequence)
-        if sequence.cache is not None:
-            self.prefixes.put(sequence.tokens[: sequence.computed], sequence.cache)
+    def _positions(self, spans: list[Span[Job]], at: np.ndarray, decodes: int) -> torch.Tensor:
+        dims = self.runner.position_dims
+        if dims == 1:
+            parts = [torch.from_numpy(at), *(torch.arange(start, end) for _, start, end in spans[decodes:])]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+        pieces = []
+        for job, start, end in spans:
+            known = max(start, min(end, job.prompt_length)) if job.positions is not None else start
+            if known > start and job.positions is not None:
+                pieces.append(job.positions[:, start:known])
+            if end > known:
+                pieces.append((torch.arange(known, end) + job.shift).expand(dims, -1))
+        return torch.cat(pieces, 1)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _measure(self, seconds: float) -> None:
-        rate = 1 / max(seconds, 1e-9)
-        self.tokens_per_s += 0.05 * (rate - self.tokens_per_s) if self.tokens_per_s else rate
-
-
-def _final(sequence: Sequence, reason: str) -> dict[str, Any]:
-    """The end's metadata: OpenAI's words for why it ended and what it cost."""
-    usage = {
-        "prompt_tokens": sequence.prompt_tokens,
-        "completion_tokens": sequence.completion_tokens,
-        "cached_tokens": sequence.cached,
-    }
-    truncated = {"truncated_messages": sequence.dropped_messages} if sequence.dropped_messages else {}
-    return {"finish_reason": reason, "usage": usage, **truncated}
+    def _embeddings(self, spans: list[Span[Job]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        rows: list[int] = []
+        pieces = []
+        begin = 0
+        for job, start, end in spans:
+            if len(job.inputs):
+                positions, found = job.inputs.between(start, end)
+                if positions:
+                    rows += [begin + position - start for position in positions]
+                    pieces.append(found)
+            begin += end - start
+        return (torch.tensor(rows), torch.cat(pieces)) if pieces else (None, None)

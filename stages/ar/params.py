@@ -48,6 +48,13 @@ class Generation(msgspec.Struct, frozen=True):
     max_tokens: int
     stop: tuple[str, ...]
     may_truncate: bool  # drop the oldest turns when the conversation is too long
+    n: int = 1  # replies
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # how many of the likeliest tokens are told with each; None: not even its own
+    grammar: Any = None
+    ignore_eos: bool = False
+    priority: int = 0  # lower runs sooner
 
 
 class _Part(msgspec.Struct):

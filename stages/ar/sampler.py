@@ -1,4 +1,4 @@
-"""Logits to the next token, for one request: its parameters, its generator, its history.
+"""Logits to the next tokens: each sequence's parameters, its generator, its history.
 
 Knows torch and `Sampling`. Knows nothing of models and text.
 """
@@ -6,25 +6,40 @@ Knows torch and `Sampling`. Knows nothing of models and text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from stages.ar.params import Sampling
 
 
-class Sampler:
-    """One request's choices. The same seed over the same logits gives the same tokens."""
+class Sampled(NamedTuple):
+    """One sequence's next token."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], device: torch.device) -> None:
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Row:
+    """One sequence's choices. The same seed over the same logits gives the same tokens."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], *, device: torch.device, grammar: Any = None) -> None:
         self.sampling = sampling
         self._seen = torch.tensor(sorted(set(prompt)), device=device) if sampling.repetition_penalty != 1 else None
-        self._generator = torch.Generator(device)
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed % 2**63)
+        self._generator: torch.Generator | None = None
+        if sampling.temperature > 0:
+            self._generator = torch.Generator(device)
+            if sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(sampling.seed % 2**63)
 
-    def __call__(self, logits: torch.Tensor) -> int:
+    @property
+    def is_plain(self) -> bool:
+        return self.sampling.temperature == 0 and self._seen is None
+
+    def choose(self, logits: torch.Tensor) -> int:
         """The next token; `logits`: (vocabulary,)."""
         logits = logits.float()
         if self._seen is not None:
@@ -37,6 +52,13 @@ class Sampler:
         if self._seen is not None:
             self._seen = torch.cat([self._seen[self._seen != token], self._seen.new_tensor([token])])
         return token
+
+
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """One token for each row; `logits`: (rows, vocabulary)."""
+    if all(row.is_plain for row in rows):
+        return [Sampled(token) for token in logits.argmax(-1).tolist()]
+    return [Sampled(row.choose(line)) for row, line in zip(rows, logits, strict=True)]
 
 
 def penalized(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:

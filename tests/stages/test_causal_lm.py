@@ -72,7 +72,7 @@ def loaded(folder: Path, resolve: Callable[[str], Any] = Path, **args: Any) -> I
 
 @pytest.fixture(scope="module")
 def stage(tiny: Path) -> Iterator[CausalLM]:
-    with loaded(tiny, max_tokens=40, prefill_tokens=8) as stage:
+    with loaded(tiny, max_tokens=40, max_batch_tokens=8, max_sequences=8, kv_cache_mb=2) as stage:
         yield stage
 
 
@@ -160,7 +160,7 @@ async def test_a_conversation_that_goes_on_reuses_what_was_computed_and_says_the
     turns += [{"role": "assistant", "content": reply}, {"role": "user", "content": "hello"}]
     hit, meta = await run(stage, turns)
     assert meta["usage"]["cached_tokens"] > 10
-    with loaded(tiny, max_tokens=40, prefix_cache_mb=0) as cold:
+    with loaded(tiny, max_tokens=40, prefix_cache=False) as cold:
         miss, cold_meta = await run(cold, turns)
     assert cold_meta["usage"]["cached_tokens"] == 0
     assert hit == miss == generated(tiny, turns, max_new_tokens=40)[0]
@@ -282,7 +282,7 @@ async def test_an_int8_conversation_says_the_same_with_and_without_the_cache(tin
         turns += [{"role": "assistant", "content": (await run(stage, turns))[0]}, {"role": "user", "content": "hello"}]
         hit, meta = await run(stage, turns)
         assert meta["usage"]["cached_tokens"] > 10
-    with loaded(tiny, dtype="int8", max_tokens=24, prefix_cache_mb=0) as cold:
+    with loaded(tiny, dtype="int8", max_tokens=24, prefix_cache=False) as cold:
         assert (await run(cold, turns))[0] == hit
 
 

@@ -1,0 +1,188 @@
+"""A transformers decoder as one function: a packed batch in, logits and hidden states out; keys and values go into the store.
+
+    Batch --> embeddings --> model's inner decoder (attention: `Step`) --> rows that are asked for --> head --> Result
+
+Knows transformers' modules. Knows nothing of sequences, sampling or text.
+
+Rules
+- A `Batch` is tensors and integers, on the CPU: what one process is told is what another can run. All of a pass's effects are writes to the store.
+- Works with transformers 5.17 to 5.24: the cache's keyword is looked up, positions are always given.
+- A model whose own forward disagrees with this one is refused when the engine is made (`check`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stages.ar.attention import BACKENDS, NAME, Prefill, Step, register
+from stages.ar.kv import KVStore, head_dim, kv_heads, text_config, unsupported
+from streamrt import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One step's tokens of all sequences, packed: first `decodes` of as many sequences, then prompts' chunks. All on the CPU."""
+
+    tokens: torch.Tensor  # (tokens,) int64; any id where an embedding stands
+    positions: torch.Tensor  # (tokens,) int64, or (3, tokens) for models with three-dimensional positions
+    slots: torch.Tensor  # (tokens,) int64: block * block_size + offset
+    decodes: int
+    block_tables: torch.Tensor  # (decodes, blocks) int32
+    context_lens: torch.Tensor  # (decodes,) int32
+    prefills: tuple[Prefill, ...]
+    wanted: torch.Tensor  # (wanted,) int64: tokens of the batch whose logits are asked for
+    embedded: torch.Tensor | None = None  # (embedded,) int64: tokens of the batch that are given as embeddings
+    embeddings: torch.Tensor | None = None  # (embedded, hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a pass made, on the model's device, one row for each of `Batch.wanted`."""
+
+    logits: torch.Tensor  # (wanted, vocabulary)
+    hidden: torch.Tensor  # (wanted, hidden), after the last norm
+
+
+class Runner:
+    """One model and the store that it writes to."""
+
+    def __init__(self, model: Any, *, inner: Any = None, head: Any = None, row_layers: tuple[int, ...] = ()) -> None:
+        """
+        Args:
+            model: loaded, on its device.
+            inner: its decoder, where that is not `get_decoder()`.
+            head: hidden states to logits, where that is not `get_output_embeddings()`.
+            row_layers: whose hidden states are kept with the tokens: 0 is the embeddings, n what layer n - 1 gives.
+        Raises:
+            ConfigError: the model has something that this runner does not.
+        """
+        self.model = model
+        self.inner = inner if inner is not None else model.get_decoder()
+        self.head = head if head is not None else model.get_output_embeddings()
+        self.config = text_config(self.inner)
+        self.device: torch.device = self.inner.device
+        self.dtype: torch.dtype = self.inner.dtype
+        self.row_layers = row_layers  # what goes into a layer is what the one before it gave
+        self.embed = self.inner.get_input_embeddings()
+        self.store: KVStore
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        self.position_dims = 3 if rope.get("mrope_section") else 1
+        if what := unsupported(self.config):
+            raise ConfigError(f"model: {type(self.inner).__name__} has {what}, which the engine does not run", param="model")
+        if self.device.type not in BACKENDS:
+            raise ConfigError(f"model: on {self.device.type}, attention runs on {', '.join(BACKENDS)}", param="device")
+        names = inspect.signature(type(self.inner).forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.24
+        self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
+        self._step: Step | None = None
+        for layer in row_layers:
+            self._keep_rows(layer)
+        self._reference = self._own_logits()
+        register()
+        self.inner.set_attn_implementation(NAME)
+
+    def allocate(self, blocks: int, block_size: int) -> None:
+        """Make the store. Once, before the first pass."""
+        self.store = KVStore(
+            layers=self.config.num_hidden_layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=kv_heads(self.config),
+            head_dim=head_dim(self.config),
+            dtype=self.dtype,
+            device=self.device,
+            row_layers=self.row_layers,
+            hidden_size=self.config.hidden_size,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Result:
+        """One pass. Its tokens' keys, values and rows are in the store afterwards."""
+        device = self.device
+        step = Step(
+            self.store,
+            batch.slots.to(device),
+            batch.decodes,
+            batch.block_tables.to(device),
+            batch.context_lens.to(device),
+            batch.prefills,
+        )
+        hidden = self.decode(self.embeddings(batch), batch.positions.to(device), step)
+        wanted = hidden if len(batch.wanted) == len(hidden) else hidden.index_select(0, batch.wanted.to(device))
+        return Result(self.logits(wanted), wanted)
+
+    def embeddings(self, batch: Batch) -> torch.Tensor:
+        """(tokens, hidden)"""
+        embeddings: torch.Tensor = self.embed(batch.tokens.to(self.device))
+        if batch.embedded is not None and batch.embeddings is not None:
+            embeddings.index_copy_(0, batch.embedded.to(self.device), batch.embeddings.to(self.device, embeddings.dtype))
+        return embeddings
+
+    def decode(self, embeddings: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
+        """The decoder's pass: (tokens, hidden) to (tokens, hidden). No work on the host that depends on the step, but for attention's plan."""
+        self._step = step
+        out = self.inner(
+            inputs_embeds=embeddings[None],
+            position_ids=positions.view(self.position_dims, 1, -1) if self.position_dims > 1 else positions[None],
+            use_cache=True,
+            step=step,
+            **{self._cache_name: step},
+        )
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden), after the last norm, to (rows, vocabulary)."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+
+    def end_tokens(self, *others: int | None) -> frozenset[int]:
+        """Tokens after which the model has nothing more to say, `others` among them."""
+        generation = getattr(self.model, "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        return frozenset({*(ends if isinstance(ends, list) else [ends]), *others} - {None})  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Compare with the model's own forward, on a few tokens, in block 1. After `allocate`, before anything else is stored.
+
+        Raises:
+            ConfigError: they disagree, so the model does something that this runner knows nothing of.
+        """
+        expected = self._reference
+        count = len(expected)
+        blocks = torch.arange(1, 1 + -(-count // self.store.block_size), dtype=torch.int32)
+        none = torch.zeros(0, dtype=torch.int32)
+        at = torch.arange(count)
+        positions = at if self.position_dims == 1 else at.expand(self.position_dims, -1)
+        batch = Batch(
+            at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks.to(self.device)),), at
+        )
+        difference = (self.forward(batch).logits.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        if not difference <= (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise ConfigError(
+                f"model: the engine's logits differ from {type(self.model).__name__}'s own by {difference:.1e} of their size",
+                hint="this model does something that stages/ar/runner.py does not know",
+                param="model",
+            )
+
+    @torch.inference_mode()
+    def _own_logits(self) -> torch.Tensor:
+        """What the untouched modules say of four tokens."""
+        ids = torch.arange(1, 5, device=self.device)[None]
+        if self.head is self.model.get_output_embeddings():
+            return self.model(input_ids=ids, use_cache=False).logits[0].float()
+        return self.head(self.inner(inputs_embeds=self.embed(ids), use_cache=False).last_hidden_state)[0].float()
+
+    def _keep_rows(self, layer: int) -> None:
+        if not 0 <= layer < len(self.inner.layers):
+            raise ConfigError(f"row_layers: got {layer}, the model has 0 to {len(self.inner.layers) - 1}", param="row_layers")
+
+        def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._step is not None:
+                hidden = args[0] if args else kwargs["hidden_states"]  # (1, tokens, hidden)
+                self._step.store.rows[layer].flatten(0, 1).index_copy_(0, self._step.slots, hidden[0])
+
+        self.inner.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
