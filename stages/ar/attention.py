@@ -79,7 +79,7 @@ def paged_attention(
     if softcap is not None or s_aux is not None:
         raise ValueError("paged attention has neither soft caps nor sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = BACKENDS[query.device.type](query[0].transpose(0, 1), step, module.layer_idx, scale, sliding_window)  # type: ignore[arg-type]
+    out = BACKENDS[query.device.type](query[0].transpose(0, 1), step, module.layer_idx, scale, sliding_window)
     return out[None], None
 
 
@@ -181,7 +181,10 @@ def _cpu(query: torch.Tensor, step: Step, layer: int, scale: float, window: int 
         result[n] = out.reshape(heads, dim)
     for n, (prefill, run) in enumerate(zip(step.prefills, plan.prefills, strict=True)):
         queries = prefill.end - prefill.start
-        k, v = run.of(keys, None if window is None else window + queries - 1), run.of(values, None if window is None else window + queries - 1)
+        k, v = (
+            run.of(keys, None if window is None else window + queries - 1),
+            run.of(values, None if window is None else window + queries - 1),
+        )
         mask = plan.prefill_mask(n, queries, k.shape[2], window)
         q = query[prefill.start : prefill.end].transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups != heads)

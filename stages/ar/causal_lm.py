@@ -30,10 +30,14 @@ class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
     instructions: str = ""  # the system message of requests that bring none; computed at load
-    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = None  # keys and values of all requests; 1024, or half of what a GPU has free, when left out
+    kv_cache_mb: Annotated[int, Meta(ge=1)] | None = (
+        None  # keys and values of all requests; 1024, or half of what a GPU has free, when left out
+    )
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # tokens; 4 on a CPU and 16 on a GPU when left out
     prefix_cache: bool = True  # prompts that begin alike are computed once
-    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = None  # in one step, and a cancel waits for one; 128 on a CPU, 2048 on a GPU when left out
+    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = (
+        None  # in one step, and a cancel waits for one; 128 on a CPU, 2048 on a GPU when left out
+    )
     max_sequences: Annotated[int, Meta(ge=1)] | None = None  # that run at a time; 16 on a CPU and 64 on a GPU when left out
     max_waiting: Annotated[int, Meta(ge=1)] = 256  # sequences that wait for their turn; more are refused
 
@@ -69,7 +73,7 @@ class CausalLM(EngineStage):
         from stages.ar.text_engine import TextEngine
 
         runner = Runner(model)
-        core = Engine(runner, **sizes(args, runner), caches=args.prefix_cache)
+        core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
         context.progress("warming up")
@@ -107,7 +111,7 @@ class CausalLM(EngineStage):
         }
 
 
-def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, int]:
+def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
     """How much memory the engine has, in its words.
 
     Raises:

@@ -123,8 +123,13 @@ class Engine:
     ) -> None:
         """
         Args:
-            blocks: of memory, of `block_size` tokens each; one of them is for what has no place.
-            max_tokens, max_sequences, max_context, max_waiting: see Scheduler.
+            runner: with no store yet.
+            blocks: of memory; one of them is for what has no place.
+            block_size: tokens of each.
+            max_tokens: in one step, of all jobs together; at least `max_sequences`.
+            max_sequences: jobs that run at a time.
+            max_context: tokens of the longest job.
+            max_waiting: jobs; more are refused.
             caches: prompts that begin alike are computed once.
             revision: what cached keys and values depend on beside tokens: the model's weights, its adapter.
         """
@@ -153,6 +158,8 @@ class Engine:
 
         Args:
             tokens: the prompt; any id where an embedding or a content stands.
+            sampling: how the next token is chosen.
+            grammar: what the sampler is bound to.
             embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
                 is found again.
             contents: what the tokens of a span stand for.

@@ -86,6 +86,38 @@ def load(source: Any, *, dtype: str, device: str, threads: int, attention: str, 
     return model, tokenizer, chosen
 
 
+# Parts of an omni checkpoint: class, attribute of the config that describes it.
+PARTS = {
+    "thinker": ("Qwen3OmniMoeThinkerForConditionalGeneration", "thinker_config"),
+    "talker": ("Qwen3OmniMoeTalkerForConditionalGeneration", "talker_config"),
+}
+
+
+def load_part(path: Path, part: str, *, dtype: str, device: str, attention: str = "sdpa") -> Any:
+    """One of `PARTS` out of a Qwen3-Omni checkpoint's folder; the others' weights are not read.
+
+    Raises:
+        ConfigError: it is no such checkpoint, or weights are missing.
+    """
+    import torch
+    import transformers
+    from transformers import conversion_mapping
+
+    # The talker's config does not say its type, so its experts would stay as they were made: random.
+    experts = conversion_mapping.get_checkpoint_conversion_mapping("qwen3_omni_moe")
+    conversion_mapping.register_checkpoint_conversion_mapping("qwen3_omni_moe_talker_text", experts, overwrite=True)
+    name, attribute = PARTS[part]
+    try:
+        config = getattr(transformers.AutoConfig.from_pretrained(path), attribute)
+        model, info = getattr(transformers, name).from_pretrained(
+            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:  # how transformers says that it is no such checkpoint
+        raise ConfigError(f"{path}: no {part} that transformers can load: {error}", param="model") from error
+    refuse_gaps(path, {kind: names for kind, names in info.items() if kind != "unexpected_keys"})  # the other parts' are left over
+    return model.eval().requires_grad_(False).to(device)
+
+
 def refuse_gaps(path: Path, info: dict[str, Any]) -> None:
     """Raise ConfigError unless the checkpoint filled the model exactly."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

@@ -81,7 +81,7 @@ class Runner:
         self._step: Step | None = None
         for layer in row_layers:
             self._keep_rows(layer)
-        self._reference = self._own_logits()
+        self._reference = self._own_logits(is_whole=inner is None and head is None)
         register()
         self.inner.set_attn_implementation(NAME)
 
@@ -143,7 +143,7 @@ class Runner:
         """Tokens after which the model has nothing more to say, `others` among them."""
         generation = getattr(self.model, "generation_config", None)
         ends = getattr(generation, "eos_token_id", None)
-        return frozenset({*(ends if isinstance(ends, list) else [ends]), *others} - {None})  # type: ignore[arg-type]
+        return frozenset({*(ends if isinstance(ends, list) else [ends]), *others} - {None})
 
     def check(self) -> None:
         """Compare with the model's own forward, on a few tokens, in block 1. After `allocate`, before anything else is stored.
@@ -169,10 +169,10 @@ class Runner:
             )
 
     @torch.inference_mode()
-    def _own_logits(self) -> torch.Tensor:
+    def _own_logits(self, *, is_whole: bool) -> torch.Tensor:
         """What the untouched modules say of four tokens."""
         ids = torch.arange(1, 5, device=self.device)[None]
-        if self.head is self.model.get_output_embeddings():
+        if is_whole:
             return self.model(input_ids=ids, use_cache=False).logits[0].float()
         return self.head(self.inner(inputs_embeds=self.embed(ids), use_cache=False).last_hidden_state)[0].float()
 

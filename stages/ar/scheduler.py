@@ -68,6 +68,7 @@ class Scheduler(Generic[S]):
     def __init__(self, pool: BlockPool, *, max_tokens: int, max_sequences: int, max_context: int, max_waiting: int) -> None:
         """
         Args:
+            pool: nobody else allocates from it.
             max_tokens: in one step, of all sequences together; at least `max_sequences`.
             max_sequences: that run at a time.
             max_context: tokens of the longest sequence; the pool holds at least one of these.

@@ -131,9 +131,7 @@ class TextEngine:
         """Its input is whole: make the prompt, and a job for each choice."""
         generation = reply.generation
         room = self.max_context - min(generation.max_tokens, self.max_context // 4)  # some of the context is the reply's
-        tokens, reply.dropped_messages = self.prompter.build(
-            messages, room, tools=generation.tools, may_truncate=generation.may_truncate
-        )
+        tokens, reply.dropped_messages = self.prompter.build(messages, room, tools=generation.tools, may_truncate=generation.may_truncate)
         for index in range(generation.n):
             job = self.engine.job(
                 tokens,

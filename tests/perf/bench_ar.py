@@ -1,0 +1,274 @@
+"""The autoregressive engine beside transformers' own ways to generate, in one run on one thread: throughput as ratios.
+
+    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--http] [--json]
+
+engine        stages.ar: 8 requests, one arrives every second step
+generate x8   `generate` of all 8 as one batch that begins at once
+generate x1   `generate` of one after the other
+continuous    transformers' continuous batching of all 8 at once, without shared blocks
+http          `streamrt up` with the engine on one thread, 8 chat requests that stream over HTTP (--http, SmolLM2 only)
+
+Greedy, float32, the same prompts in all arms, new ones in each round, so that no cache helps; the arms of a round are shuffled. The median of
+the rounds' ratios counts. `join`: steps from a request's arrival to its first token. `prefix`: first token of a 512-token prompt, cold / warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from stages.ar.engine import Engine
+from stages.ar.params import Sampling
+from stages.ar.runner import Runner
+
+REQUESTS, PROMPT, NEW = 8, 48, 48
+# ratio -> arms above, below; pass, stretch
+TARGETS = {
+    "engine / generate x8": ("engine", "generate x8", 1.0, 1.1),
+    "engine / generate x1": ("engine", "generate x1", 3.0, 4.0),
+    "engine / continuous": ("engine", "continuous", 1.1, 1.3),
+    "http / engine": ("http", "engine", 0.9, 0.95),
+}
+
+
+def model_30m() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=64, max_position_embeddings=2048, eos_token_id=None, bos_token_id=None, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def model_smollm2() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from streamrt import weights
+
+    return AutoModelForCausalLM.from_pretrained(weights.fetch("weights:smollm2-135m-instruct"), dtype=torch.float32).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {"30m": model_30m, "smollm2": model_smollm2}
+
+
+class Bench:
+    """One model in all arms. The engine has its own copy, as it changes how attention is done."""
+
+    def __init__(self, name: str) -> None:
+        self.plain = MODELS[name]()
+        self.plain.generation_config.eos_token_id = None
+        self.engine = Engine(
+            Runner(MODELS[name]()), blocks=1025, block_size=4, max_tokens=128, max_sequences=16, max_context=1024, max_waiting=64
+        )
+        self.joins: list[int] = []
+
+    def arm_engine(self, prompts: list[list[int]]) -> None:
+        engine, waiting = self.engine, list(prompts)
+        step, left = 0, len(prompts)
+        arrived = {}
+        while left:
+            if waiting and step % 2 == 0:
+                job = engine.job(waiting.pop(0), Sampling())
+                engine.add(job)
+                arrived[job] = step
+            for advance in engine.step():
+                made = len(advance.job.tokens) - PROMPT
+                if made == 1:
+                    self.joins.append(step - arrived[advance.job] + 1)
+                if made == NEW:
+                    engine.remove(advance.job)
+                    left -= 1
+            step += 1
+
+    def arm_generate_x8(self, prompts: list[list[int]]) -> None:
+        ids = torch.tensor(prompts)
+        self.plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
+
+    def arm_generate_x1(self, prompts: list[list[int]]) -> None:
+        for prompt in prompts:
+            self.arm_generate_x8([prompt])
+
+    def arm_continuous(self, prompts: list[list[int]]) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        self.plain.set_attn_implementation("sdpa")
+        done = self.plain.generate_batch(
+            prompts,
+            GenerationConfig(do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0),
+            ContinuousBatchingConfig(num_blocks=64, page_size=32, max_batch_tokens=512, allow_block_sharing=False),
+        )
+        assert all(len(out.generated_tokens) == NEW for out in done.values())
+
+    def first_token_s(self, prompt: list[int]) -> float:
+        began = time.perf_counter()
+        job = self.engine.job(prompt, Sampling())
+        self.engine.add(job)
+        while not self.engine.step():
+            pass
+        took = time.perf_counter() - began
+        self.engine.remove(job)
+        return took
+
+
+def rate(arm: Callable[[list[list[int]]], None], prompts: list[list[int]]) -> float:
+    """Tokens per second."""
+    began = time.perf_counter()
+    arm(prompts)
+    return len(prompts) * NEW / (time.perf_counter() - began)
+
+
+def measure(name: str, pairs: int, http: Http | None) -> dict[str, Any]:
+    bench, dice = Bench(name), random.Random(0)
+
+    def prompts(length: int = PROMPT, count: int = REQUESTS) -> list[list[int]]:
+        return [[dice.randrange(100, 8000) for _ in range(length)] for _ in range(count)]
+
+    arms: dict[str, Callable[[list[list[int]]], None]] = {
+        "engine": bench.arm_engine,
+        "generate x8": bench.arm_generate_x8,
+        "generate x1": bench.arm_generate_x1,
+        "continuous": bench.arm_continuous,
+    }
+    if http is not None:
+        arms["http"] = http.arm
+    for arm in arms.values():  # the first pass is slow
+        arm(prompts(count=2) if arm != bench.arm_continuous else prompts(count=1))
+    rates: dict[str, list[float]] = {arm: [] for arm in arms}
+    bench.joins.clear()
+    for _ in range(pairs):
+        order = list(arms)
+        dice.shuffle(order)
+        same = prompts()
+        for arm in order:
+            if arm == "engine":
+                bench.engine.pool.invalidate()
+            rates[arm].append(rate(arms[arm], same))
+    cold, warm = [], []
+    for _ in range(pairs):
+        (beginning,) = prompts(500, 1)
+        cold.append(bench.first_token_s(beginning + prompts(12, 1)[0]))
+        warm.append(bench.first_token_s(beginning + prompts(12, 1)[0]))
+    return {
+        "tokens_per_s": {arm: statistics.median(values) for arm, values in rates.items()},
+        "n": pairs,
+        "ratios": {
+            ratio: statistics.median(a / b for a, b in zip(rates[above], rates[below], strict=True))
+            for ratio, (above, below, _, _) in TARGETS.items()
+            if above in rates
+        },
+        "join_steps": max(bench.joins),
+        "prefix": {
+            "cold_ms": statistics.median(cold) * 1000,
+            "warm_ms": statistics.median(warm) * 1000,
+            "ratio": statistics.median(c / w for c, w in zip(cold, warm, strict=True)),
+        },
+    }
+
+
+class Http:
+    """A pipeline of SmolLM2 alone, and its clients."""
+
+    def __init__(self, folder: str) -> None:
+        from tests.pipelines import start
+
+        os.environ["STREAMRT_RUN_ROOT"], os.environ["STREAMRT_LOG_ROOT"] = f"{folder}/run", f"{folder}/log"
+        path = Path(folder) / "pipeline.toml"
+        path.write_text(
+            '[pipeline]\nname = "bench-ar"\n[gateway]\nport = 0\n[[stage]]\nname = "llm"\nuse = "ar.causal_lm"\n[stage.args]\n'
+            f'model = "weights:smollm2-135m-instruct"\ndtype = "float32"\nmax_tokens = {NEW}\nprefix_cache = false\n[deploy.llm]\nthreads = 1\n'
+        )
+        self.running = start(path)
+
+    def arm(self, prompts: list[list[int]]) -> None:
+        asyncio.run(self._all(prompts))
+
+    async def _all(self, prompts: list[list[int]]) -> None:
+        import aiohttp
+
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(*(self._one(session, prompt, n) for n, prompt in enumerate(prompts)))
+
+    async def _one(self, session: Any, prompt: list[int], n: int) -> None:
+        # Text of about as many tokens, whose reply goes on to the end.
+        text = f"Count slowly from {prompt[0]} to {prompt[0] + 500}, one number after the other, all of them."
+        body = {"model": "default", "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": NEW,
+                "temperature": 0, "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
+        made = 0
+        async with session.post(f"{self.running.url}/v1/chat/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    usage = json.loads(line[6:]).get("usage")
+                    made = usage["completion_tokens"] if usage else made
+        if made != NEW:
+            raise RuntimeError(f"a reply has {made} tokens, expected {NEW}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--http", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = options.models.split(",")
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="srt-") as folder:
+        http = Http(folder) if options.http else None
+        try:
+            for name in names:
+                results[name] = measure(name, options.pairs, http if name == "smollm2" else None)
+        finally:
+            if http is not None:
+                http.running.down()
+    about = {
+        "machine": f"{len(os.sched_getaffinity(0))} CPUs, {_cpu()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "command": "python " + " ".join(["tests/perf/bench_ar.py", *sys.argv[1:]]),
+        "load": f"{REQUESTS} requests, {PROMPT} tokens in, {NEW} out, greedy, float32, 1 thread",
+    }
+    if options.json:
+        print(json.dumps({**about, "models": results}))
+        return
+    for key, value in about.items():
+        print(f"{key:<9} {value}")
+    for name, result in results.items():
+        print(f"\n{name}, median of {result['n']} rounds")
+        for arm, value in result["tokens_per_s"].items():
+            print(f"  {arm:<24} {value:8.1f} tokens/s")
+        for ratio, value in result["ratios"].items():
+            _, _, least, stretch = TARGETS[ratio]
+            print(f"  {ratio:<24} {value:8.2f}   pass {least}, stretch {stretch}")
+        prefix = result["prefix"]
+        print(f"  {'join':<24} {result['join_steps']:8d} steps at most   pass 2")
+        print(f"  {'prefix':<24} {prefix['ratio']:8.1f}   {prefix['cold_ms']:.0f} / {prefix['warm_ms']:.0f} ms   pass 5")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
