@@ -6,7 +6,7 @@ The stage knows its arguments and what to load; the rest is `engine.py`'s. Impor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from stages.ar.params import Generation, Sampling, parse
 from streamrt import ConfigError, EngineStage, Request
 
 if TYPE_CHECKING:
+    from stages.ar.ranks import Leading
     from stages.ar.runner import Runner
     from stages.ar.text_engine import TextEngine
 
@@ -52,10 +53,28 @@ class CausalLM(EngineStage):
     models = ("model",)
     load_s = 12.0
     max_requests = 8
+    supports_tp = True
     args: CausalLMArgs
+    _leading: Leading | None = None  # on rank 0 of several
 
-    def make_engine(self) -> TextEngine:
-        # 1. the model
+    def load(self) -> None:
+        if self.context.rank == 0:
+            super().load()
+        else:
+            self._runner, _ = self._read_model()
+
+    def follow(self) -> None:
+        from stages.ar.ranks import follow
+
+        follow(self._runner)
+
+    def close(self) -> None:
+        super().close()
+        if self._leading is not None:
+            self._leading.close()
+
+    def _read_model(self) -> tuple[Runner, Any]:
+        """The model, or this rank's share of it, and the tokenizer."""
         from stages.ar.loading import load
 
         args, context = self.args, self.context
@@ -66,13 +85,25 @@ class CausalLM(EngineStage):
             threads=context.threads,
             attention=args.attn,
             progress=context.progress,
+            ranked=context if context.ranks > 1 else None,
         )
+        from stages.ar.runner import Runner
+
+        return Runner(model), tokenizer
+
+    def make_engine(self) -> TextEngine:
+        # 1. the model
+        args, context = self.args, self.context
+        runner, tokenizer = self._read_model()
+        if context.ranks > 1:
+            from stages.ar.ranks import Leading
+
+            self._leading = Leading(runner, context.broken)
+            runner = cast("Runner", self._leading)
         # 2. the engine around it
         from stages.ar.engine import Engine
-        from stages.ar.runner import Runner
         from stages.ar.text_engine import TextEngine
 
-        runner = Runner(model)
         core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
@@ -128,7 +159,7 @@ def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
         nbytes = args.kv_cache_mb << 20
     else:
         nbytes = 1 << 30 if is_cpu else torch.cuda.mem_get_info(runner.device)[0] // 2
-    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
+    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers, runner.ranks)
     room = (nbytes // per_block - 1) * block_size
     limit = getattr(runner.config, "max_position_embeddings", None) or 8192
     if args.max_context is not None and args.max_context > limit:

@@ -66,6 +66,7 @@ class Runner:
         self.config = text_config(self.inner)
         self.device: torch.device = self.inner.device
         self.dtype: torch.dtype = self.inner.dtype
+        self.ranks: int = getattr(model, "tp_size", None) or 1  # that share the model, and so its heads
         self.row_layers = row_layers  # what goes into a layer is what the one before it gave
         self.embed = self.inner.get_input_embeddings()
         self.store: KVStore
@@ -91,7 +92,7 @@ class Runner:
             layers=self.config.num_hidden_layers,
             blocks=blocks,
             block_size=block_size,
-            kv_heads=kv_heads(self.config),
+            kv_heads=kv_heads(self.config) // self.ranks,
             head_dim=head_dim(self.config),
             dtype=self.dtype,
             device=self.device,
