@@ -184,7 +184,11 @@ class Supervisor:
         state = child.state
         child.alive.discard(rank)
         if child.is_alive:
-            return [] if child.is_told else _kill(child, f"rank {rank} {_exit_words(status, state)}")
+            if child.is_told:
+                return []
+            if state != "failed":
+                child.state = "down"  # nobody is to route to it while the others go
+            return _kill(child, f"rank {rank} {_exit_words(status, state)}")
         child.is_told = child.is_doomed = False
         child.due_ns = None
         if state != "failed":

@@ -265,6 +265,8 @@ def test_a_replica_is_ready_when_all_of_its_ranks_are():
 def test_the_death_of_any_rank_kills_the_others_and_the_last_one_gone_is_down():
     supervisor = ranked()
     assert supervisor.on_exited("llm#0", -9, S, 1) == [Kill("llm#0", "rank 1 killed by SIGKILL")]
+    assert state(supervisor) == "down"  # to whoever routes
+    supervisor.on_heartbeat("llm#0", S, 0)
     assert supervisor.on_exited("llm#0", -9, S, 0) == []
     assert supervisor.next_ns is None
     assert supervisor.on_exited("llm#0", -9, 2 * S, 2) == []
