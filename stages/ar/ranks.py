@@ -84,7 +84,8 @@ def check_shares(config: Any, ranks: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads is not None and heads % ranks:
-            raise ConfigError(f"tp: got {ranks}, the model's {name} is {heads}, which {ranks} ranks can not share evenly", param="tp")
+            what = f"tp: got {ranks}, the model's {name} is {heads}, which {ranks} ranks can not share evenly"
+            raise ConfigError(what, hint=f"set tp to a divisor of {heads}", param="tp")
 
 
 class Leading:

@@ -140,17 +140,20 @@ async def test_random_weights_are_shared_out_too(tmp_path: Path, is_tied: bool) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "args", "words"),
+    ("kv_heads", "args", "words"),
     [
-        ("smollm", "", "tp: got 2, the model's num_attention_heads is 9, which 2 ranks can not share evenly"),
-        ("llama", 'dtype = "int8"', "tp: got 2, expected 1 with dtype int8"),
+        (1, "", "tp: got 2, the model's num_key_value_heads is 1, which 2 ranks can not share evenly"),
+        (2, 'dtype = "int8"', "tp: got 2, expected 1 with dtype int8"),
     ],
 )
-def test_what_can_not_be_shared_out_is_said(family: str, args: str, words: str, tmp_path: Path) -> None:
-    save(family, tmp_path)
+def test_what_can_not_be_shared_out_is_said(kv_heads: int, args: str, words: str, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.num_key_value_heads = kv_heads
+    config.save_pretrained(tmp_path)
     (tmp_path / "p.toml").write_text(PIPELINE.format(name="unshared", model=tmp_path, args=args))
     done = run_cli("up", str(tmp_path / "p.toml"), "--no-gateway")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert words in done.stderr
 
 
