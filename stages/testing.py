@@ -4,7 +4,7 @@
     transcribe  ScriptAsr     always hears the same words
     respond     ScriptLlm     streams the reply that the script holds for a message
     speak       ToneTts       a sine per clause, sample-exact
-    anything    Slow, Crash, Hang, Ramp
+    anything    Slow, Crash, Hang, Ranked, Ramp
 
 They ship because users test their own pipelines with them. No model, no torch.
 """
@@ -12,18 +12,19 @@ They ship because users test their own pipelines with them. No model, no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import numpy as np
 
 from stages.ar.tool_calls import ToolCallParser, piece_chunk
-from streamrt import Chunk, Request, Stage, UnknownVoice, audio_chunk, end_chunk, event_chunk, text_chunk
+from streamrt import Chunk, Request, Stage, StageFailed, UnknownVoice, audio_chunk, end_chunk, event_chunk, text_chunk
 
 
 class EnergyVad(Stage):
@@ -310,6 +311,67 @@ class Crash(Stage):
                 os.kill(os.getpid(), signal.SIGKILL)
             if chunk.text:
                 yield text_chunk(chunk.text)
+
+
+class Ranked(Stage):
+    """Passes words on, each with the ranks that saw it: "hi" becomes "hi/0/1". What ranks promise each other, without a model.
+
+    Two pipes join rank 0 to each of the others. Opening one waits for its other end, so nobody looks twice.
+    """
+
+    class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+        word_ms: int = 0  # before each word
+        fails: int = -1  # the rank that fails in `load`
+
+    takes = {"text"}
+    gives = {"text": "text"}
+    tasks = ("respond",)
+    supports_tp = True
+
+    def load(self) -> None:
+        rank = self.context.rank
+        if rank == self.args.fails:
+            raise RuntimeError("this rank was told to fail in load")
+        self._pipes = [self._open(other) for other in (range(1, self.context.ranks) if rank == 0 else [rank])]
+
+    def _open(self, other: int) -> tuple[TextIO, TextIO]:
+        """To read from, to write to: between rank 0 and `other`."""
+        assert self.context.rendezvous is not None
+        down, up = (self.context.rendezvous / f"{way}-{other}" for way in ("down", "up"))
+        for path in (down, up):
+            with contextlib.suppress(FileExistsError):
+                os.mkfifo(path)
+        if self.context.rank == 0:
+            writer = down.open("w", buffering=1)
+            return up.open(), writer
+        reader = down.open()
+        return reader, up.open("w", buffering=1)
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            for word in chunk.text.split():
+                await asyncio.sleep(self.args.word_ms / 1000)
+                yield text_chunk(f"{await self.compute(self._show, word)} ")
+
+    def _show(self, word: str) -> str:
+        seen = [word, "0"]
+        try:
+            for reader, writer in self._pipes:
+                writer.write(f"{word}\n")
+                seen.append(reader.readline().strip())
+        except BrokenPipeError as error:
+            raise StageFailed("a rank is gone") from error
+        return "/".join(seen)
+
+    def follow(self) -> None:
+        ((reader, writer),) = self._pipes
+        for _ in reader:
+            writer.write(f"{self.context.rank}\n")
+
+    def close(self) -> None:
+        for pipes in self._pipes:
+            for pipe in pipes:
+                pipe.close()
 
 
 class Hang(Stage):

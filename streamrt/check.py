@@ -39,7 +39,8 @@ class StageReport(msgspec.Struct, frozen=True):
     takes: tuple[str, ...]  # () = anything
     gives: dict[str, str]
     replicas: int
-    memory_bytes: int
+    tp: int  # processes of each replica
+    memory_bytes: int  # of one process
     args: dict[str, Any]  # as the file and the overrides have them
 
 
@@ -71,7 +72,16 @@ class CheckReport(msgspec.Struct, frozen=True):
         rows = [("stage", "use", "inputs", "takes", "gives", "replicas")]
         for s in self.stages:
             gives = ", ".join(port if port == modality else f"{port} ({modality})" for port, modality in s.gives.items())
-            rows.append((s.name, s.use, ", ".join(s.inputs) or "-", ", ".join(s.takes) or "any", gives or "-", str(s.replicas)))
+            rows.append(
+                (
+                    s.name,
+                    s.use,
+                    ", ".join(s.inputs) or "-",
+                    ", ".join(s.takes) or "any",
+                    gives or "-",
+                    f"{s.replicas}{f' (tp {s.tp})' if s.tp > 1 else ''}",
+                )
+            )
         tasks = [("task", "way", "to the client")]
         for t in self.tasks:
             outputs = ", ".join(f"{modality} from {stream.partition('.')[0]}" for modality, stream in t.outputs.items())
@@ -130,6 +140,7 @@ def _stage(config: PipelineConfig, name: str, graph: Graph, kind: type[Stage]) -
         tuple(sorted(kind.takes)),
         gives,
         deploy.replicas,
+        deploy.tp,
         deploy.memory_bytes,
         stage.args,
     )

@@ -123,10 +123,11 @@ class DeployConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[deploy.<stage>]`: where and how big. Topology is none of its business."""
 
     replicas: Count = 1
-    threads: Count = 1  # intra-op threads of one replica
-    memory: SizeOrEmpty = ""  # of one replica on its device; "" = not counted
-    device: Device = "cpu"
-    cores: tuple[CountOrZero, ...] = ()  # CPU numbers that a replica is pinned to; () = any
+    tp: Count = 1  # ranks: processes that hold the model together, a part each
+    threads: Count = 1  # intra-op threads of one process
+    memory: SizeOrEmpty = ""  # of one process on its device; "" = not counted
+    device: Device | tuple[Device, ...] = "cpu"  # of the first rank; or of each rank, in the order of `devices_of`
+    cores: tuple[CountOrZero, ...] = ()  # CPU numbers that a replica is pinned to, dealt out to its ranks; () = any
     nice: Annotated[int, Meta(ge=0, le=19)] = 0  # gives way to its neighbours on shared cores from ready on, the more the higher
     connector: Literal["shm", "tcp"] = "shm"  # how its chunks arrive
     max_requests: CountOrZero = 0  # requests held at a time by one replica; 0 = the stage class's default
@@ -142,6 +143,19 @@ class DeployConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def memory_bytes(self) -> int:
         return parse_bytes(self.memory) if self.memory else 0
+
+    def devices_of(self, replica: int) -> tuple[str, ...]:
+        """The device of each rank of a replica, "cuda" made "cuda:0"."""
+        if not isinstance(self.device, str):
+            first = replica * self.tp % len(self.device)
+            return tuple(_numbered(device) for device in self.device[first : first + self.tp])
+        kind, _, number = _numbered(self.device).partition(":")
+        return tuple(f"{kind}:{int(number) + rank}" if number else kind for rank in range(self.tp))
+
+    def cores_of(self, rank: int) -> tuple[int, ...]:
+        """The share of one rank."""
+        share = len(self.cores) // self.tp
+        return self.cores[rank * share : (rank + 1) * share]
 
     @property
     def arena_bytes(self) -> int:
@@ -260,6 +274,27 @@ def _beside(path: Path, value: str) -> str:
     return str((path.parent / Path(value).expanduser()).absolute()) if value else ""
 
 
+def _numbered(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _check_ranks(key: str, deploy: DeployConfig, where: Where) -> None:
+    """Devices and cores can be dealt out to the ranks."""
+    if not isinstance(deploy.device, str) and len(deploy.device) not in (deploy.tp, deploy.tp * deploy.replicas):
+        numbers = " or ".join(map(str, sorted({deploy.tp, deploy.tp * deploy.replicas})))
+        raise where.error(
+            f"{key}.device", f"{len(deploy.device)} devices", f"{numbers}: one for each rank of a replica, or of all replicas"
+        )
+    for replica in range(deploy.replicas):
+        gpus = [device for device in deploy.devices_of(replica) if device != "cpu"]
+        if len(set(gpus)) < len(gpus) or 0 < len(gpus) < deploy.tp:
+            raise where.error(
+                f"{key}.device", show(deploy.device), "a GPU of its own for each rank of a replica, or the CPU for all of them"
+            )
+    if len(deploy.cores) % deploy.tp:
+        raise where.error(f"{key}.cores", f"{len(deploy.cores)} cores", f"a multiple of {deploy.tp}: each rank gets its share")
+
+
 def _check_names(config: PipelineConfig, where: Where) -> PipelineConfig:
     """What names refer to is there; what a name means is for `pipeline.py` to say."""
     names = [stage.name for stage in config.stage]
@@ -274,6 +309,7 @@ def _check_names(config: PipelineConfig, where: Where) -> PipelineConfig:
         if deploy.hang_timeout_s < 2 * config.run.heartbeat_s:
             expected = f"at least {2 * config.run.heartbeat_s:g}, twice run.heartbeat_s"
             raise where.error(f"deploy.{name}.hang_timeout_s", f"{deploy.hang_timeout_s:g}", expected)
+        _check_ranks(f"deploy.{name}", deploy, where)
     for task, stage in config.tasks.items():
         if task not in TASKS:
             raise where.error(f"tasks.{task}", f"task {quote(task)}", any_of(TASKS), hint=did_you_mean(task, TASKS))

@@ -5,6 +5,7 @@ The policy is `supervisor.py`'s: every event goes in there, every action that co
 
 Rules
 - A child's end is seen through its pidfd; a guest's (gateways and clients alike) through its liveness socket.
+- The ranks of a replica are children of their own; to the policy and in the table they are one, named after rank 0.
 - The table is published whole, with a rising version, whenever anything in it has changed; many changes at once are one table.
 - When `run` returns, no process, no socket file and no folder of the run is left.
 """
@@ -66,6 +67,7 @@ class _Child:
 
     def __init__(self, process: Process) -> None:
         self.process = process
+        self.log_name = f"{process.name.replace('#', '-')}.log"
         self.popen: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
         self.incarnation = ""
@@ -95,8 +97,12 @@ class Orchestrator:
         self._on_change = on_change
         self._on_ready = on_ready
         self._children = {process.name: _Child(process) for process in plan.processes}
+        self._replicas: dict[str, list[_Child]] = {}  # rank 0 first
+        for child in self._children.values():
+            self._replicas.setdefault(child.process.leader, []).append(child)
+        leaders = [ranks[0].process for ranks in self._replicas.values()]
         self._supervisor = Supervisor(
-            [Watched(p.name, p.level, p.load_s, p.load_timeout_s, p.hang_timeout_s) for p in plan.processes],
+            [Watched(p.name, p.level, p.load_s, p.load_timeout_s, p.hang_timeout_s, p.ranks) for p in leaders],
             config.run,
             max_loading=max(2, len(plan.machine.cores)),
         )
@@ -157,15 +163,16 @@ class Orchestrator:
             child = self._children[action.name]
             match action:
                 case Start():
-                    self._start(child)
+                    self._start(self._replicas[action.name])
                 case Drain():
                     self._tell(self._identity(child), messages.Drain(action.within_s))
                 case Stop():
                     self._tell(self._identity(child), messages.Stop())
                 case Kill(reason=reason):
                     log.warning("process.killed", process=action.name, reason=reason)
-                    if child.pidfd >= 0:
-                        signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+                    for rank in self._replicas[action.name]:
+                        if rank.pidfd >= 0:
+                            signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
                 case GiveUp():
                     self._give_up(action)
         self._set_timer()
@@ -177,17 +184,31 @@ class Orchestrator:
             self._publish()
             self._on_ready(self._addresses())
 
-    def _start(self, child: _Child) -> None:
+    def _start(self, ranks: list[_Child]) -> None:
+        assert self._run is not None
+        more = {"STREAMRT_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        if self._trace is not None:
+            more["STREAMRT_TRACE"] = str(self._trace)
+        try:
+            if len(ranks) > 1:
+                more["STREAMRT_RENDEZVOUS"] = str(self._run.new_rendezvous(ranks[0].process.name))
+        except OSError as error:
+            for child in ranks:
+                self._not_started(child.process, error)
+        else:
+            for child in ranks:
+                self._spawn(child, more)
+
+    def _spawn(self, child: _Child, more: dict[str, str]) -> None:
+        """Start one process; `more` is what its environment has beside the plan's."""
         assert self._run is not None
         process = child.process
         child.incarnation, child.ready, child.progress, child.info = "", None, "", {}
-        environment = {**os.environ, **process.env, "STREAMRT_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **process.env, **more}
         environment.pop("STREAMRT_OWNER", None)
-        if self._trace is not None:
-            environment["STREAMRT_TRACE"] = str(self._trace)
-        path = self._run.logs / f"{process.name.replace('#', '-')}.log"
+        path = self._run.logs / child.log_name
         try:
-            with path.open("ab" if self._supervisor.children[process.name].restarts else "wb") as output:
+            with path.open("ab" if self._supervisor.children[process.leader].restarts else "wb") as output:
                 child.popen = subprocess.Popen(
                     process.command(self._run.path),
                     env=environment,
@@ -196,22 +217,27 @@ class Orchestrator:
                     stderr=output,
                     process_group=0,  # Ctrl-C is ours to handle; one session, because the kernel weighs `nice` inside a session only
                 )
-        except OSError as error:  # no memory, no descriptor or no process is left: as if it had died at once
-            log.error("process.not_started", process=process.name, error=error)
-            asyncio.get_running_loop().call_soon(self._on_not_started, process.name, f"it could not be started: {error}")
+        except OSError as error:
+            self._not_started(process, error)
             return
         child.pidfd = os.pidfd_open(child.popen.pid)
         if process.cores:
             os.sched_setaffinity(child.popen.pid, process.cores)
         asyncio.get_running_loop().add_reader(child.pidfd, self._on_exit, child)
 
+    def _not_started(self, process: Process, error: OSError) -> None:
+        """No memory, no descriptor, no space or no process is left: as if it had died at once."""
+        log.error("process.not_started", process=process.name, error=error)
+        asyncio.get_running_loop().call_soon(self._on_not_started, process, f"it could not be started: {error}")
+
     def _give_up(self, action: GiveUp) -> None:
         log.error("process.given_up", process=action.name, error=action.error)
         if action.is_fatal and self.failure is None:
             assert self._run is not None
             kind = ConfigError if action.hint else StageFailed
+            logs = [child.log_name for child in self._replicas[action.name]]
             where = f"{action.name}: {action.error}" if not action.error.startswith("stage ") else action.error
-            self.failure = kind(where, hint=action.hint or f"its log: {self._run.logs / action.name.replace('#', '-')}.log")
+            self.failure = kind(where, hint=action.hint or f"its log: {self._run.logs}/{', '.join(logs)}")
             self._act(self._supervisor.stop(time.monotonic_ns(), 0))
 
     def _stop(self) -> None:
@@ -238,15 +264,14 @@ class Orchestrator:
         child.pidfd = -1
         self._peers.discard(self._identity(child))
         self._guests.pop(self._identity(child), None)
-        name = child.process.name
         if not self._supervisor.is_stopping:
-            log.warning("process.exited", process=name, status=status)
+            log.warning("process.exited", process=child.process.name, status=status)
         child.ready, child.info, child.metrics = None, {}, []
-        self._act(self._supervisor.on_exited(name, status, time.monotonic_ns()))
+        self._act(self._supervisor.on_exited(child.process.leader, status, time.monotonic_ns(), child.process.rank))
 
-    def _on_not_started(self, name: str, error: str) -> None:
-        self._act(self._supervisor.on_load_failed(name, error))
-        self._act(self._supervisor.on_exited(name, os.EX_OSERR, time.monotonic_ns()))
+    def _on_not_started(self, process: Process, error: str) -> None:
+        self._act(self._supervisor.on_load_failed(process.leader, error))
+        self._act(self._supervisor.on_exited(process.leader, os.EX_OSERR, time.monotonic_ns(), process.rank))
 
     def _on_message(self, peer: str, message: Any) -> None:
         if isinstance(message, Register):
@@ -258,7 +283,7 @@ class Orchestrator:
         child = self._children.get(message.name)
         if child is None or child.incarnation != message.incarnation:
             return  # of an incarnation that is gone, or of a guest, which is not watched
-        now = time.monotonic_ns()
+        now, replica, rank = time.monotonic_ns(), child.process.leader, child.process.rank
         match message:
             case Progress(text=text):
                 child.progress = text
@@ -269,18 +294,18 @@ class Orchestrator:
                 if message.address and self._run is not None:
                     self._facts.gateways = self._addresses()
                     self._run.publish(self._facts)
-                self._act(self._supervisor.on_ready(message.name, now))
+                self._act(self._supervisor.on_ready(replica, now, rank))
             case LoadFailed(error=error, hint=hint):
-                self._act(self._supervisor.on_load_failed(message.name, error, hint))
+                self._act(self._supervisor.on_load_failed(replica, error if rank == 0 else f"rank {rank}: {error}", hint))
             case Heartbeat():
                 child.metrics = message.metrics
-                self._supervisor.on_heartbeat(message.name, now)
+                self._supervisor.on_heartbeat(replica, now, rank)
                 self._set_timer()
                 if child.info != message.state:
                     child.info = message.state
                     self._changed(INFO_S)
             case Drained():
-                self._act(self._supervisor.on_drained(message.name, now))
+                self._act(self._supervisor.on_drained(replica, now))
 
     def _on_register(self, peer: str, message: Register) -> None:
         child = self._children.get(message.name)
@@ -303,7 +328,7 @@ class Orchestrator:
             graph = msgspec.json.encode(list(self._graph.nodes.values())).decode()
             self._tell(peer, Welcome(to_json(self.config), graph, self._facts.run_id, self.config.run.heartbeat_s))
             if child is not None:
-                self._act(self._supervisor.on_registered(message.name))
+                self._act(self._supervisor.on_registered(child.process.leader))
             self._publish()
 
     def _on_query(self, peer: str, message: Query) -> None:
@@ -349,14 +374,14 @@ class Orchestrator:
         if self._publishing is not None:
             self._publishing.cancel()
             self._publishing = None
-        rows = tuple(self._row(child) for child in self._children.values())
+        rows = tuple(self._row(*ranks) for ranks in self._replicas.values())
         table = Table(self._table.version + 1, rows, tuple(self._addresses()), tuple(self._guests))
         self._table = table
         for peer in list(self._peers):
             self._tell(peer, table)
         self._on_change(table)
 
-    def _row(self, child: _Child) -> Replica:
+    def _row(self, child: _Child, *others: _Child) -> Replica:
         watched = self._supervisor.children[child.process.name]
         ready = child.ready
         return Replica(
@@ -364,7 +389,8 @@ class Orchestrator:
             child.process.stage,
             child.incarnation,
             watched.state,
-            child.popen.pid if child.popen and child.pidfd >= 0 else 0,
+            _pid(child),
+            rank_pids=tuple(map(_pid, others)),
             work_endpoint=ready.work_endpoint if ready else "",
             connectors=ready.connectors if ready else {},
             max_requests=ready.max_requests if ready else 1,
@@ -392,6 +418,11 @@ class Orchestrator:
     @staticmethod
     def _identity(child: _Child) -> str:
         return f"{child.process.name}/{child.incarnation}"
+
+
+def _pid(child: _Child) -> int:
+    """0 when it does not live."""
+    return child.popen.pid if child.popen and child.pidfd >= 0 else 0
 
 
 def _give_way(child: _Child) -> None:

@@ -58,13 +58,15 @@ class Machine(msgspec.Struct, frozen=True):
 class Process(msgspec.Struct, frozen=True):
     """One OS process of the run."""
 
-    name: str  # "llm#0"
+    name: str  # "llm#0"; of rank 1 "llm#0.1"
     kind: str  # "stage" | "gateway"
     stage: str  # "llm"; "gateway"
     replica: int
     level: int
     argv: tuple[str, ...]  # without the run's folder, which `command` adds
     env: dict[str, str]  # added to the orchestrator's own
+    rank: int = 0  # in its replica; rank 0 is the actor, the others follow it
+    ranks: int = 1
     threads: int = 1
     cores: tuple[int, ...] = ()  # pinned to these; () = any
     nice: int = 0
@@ -76,6 +78,11 @@ class Process(msgspec.Struct, frozen=True):
     load_s: float = 1.0  # about how long it loads, alone on a core
     load_timeout_s: float = GATEWAY_LOAD_TIMEOUT_S
     hang_timeout_s: float = GATEWAY_HANG_TIMEOUT_S
+
+    @property
+    def leader(self) -> str:
+        """Name of its replica, which is that of the replica's rank 0."""
+        return f"{self.stage}#{self.replica}"
 
     def command(self, run_dir: Path | str) -> list[str]:
         """The command line in the run whose folder is `run_dir`."""
@@ -105,9 +112,9 @@ class Plan(msgspec.Struct, frozen=True):
         rows = [("level", "process", "device", "threads", "cores", "memory", "requests", "arrives by", "ring")]
         for p in self.processes:
             cores = ",".join(map(str, p.cores)) or "any"
-            held = str(p.max_requests or "-")
             memory = size(p.memory_bytes) if p.memory_bytes else "-"
-            rows.append((str(p.level), p.name, p.device, str(p.threads), cores, memory, held, p.connector, size(p.arena_bytes)))
+            queue = (str(p.max_requests or "-"), p.connector, size(p.arena_bytes)) if p.rank == 0 else ("-", "-", "-")
+            rows.append((str(p.level), p.name, p.device, str(p.threads), cores, memory, *queue))
         lines = [f"{self.pipeline}: {len(self.processes)} processes", "", *table(rows), ""]
         for device, wanted in self.memory.items():
             lines.append(f"memory on {device}: {size(wanted)} of {size(self.machine.memory_of(device) or 0)}")
@@ -135,7 +142,8 @@ def make_plan(config: PipelineConfig, graph: Graph, classes: Mapping[str, type[S
         for name in names:
             deploy = config.deployed(name)
             _check_placement(name, deploy, machine, Where(config.file))
-            processes += [_stage_process(name, replica, level, deploy, classes[name]) for replica in range(deploy.replicas)]
+            for replica in range(deploy.replicas):
+                processes += [_stage_process(name, replica, rank, level, deploy, classes[name]) for rank in range(deploy.tp)]
     processes += [_gateway_process(replica, len(levels)) for replica in range(config.gateway.replicas)]
     memory = _memory_by_device(processes)
     _check_memory(memory, processes, machine, Where(config.file))
@@ -160,30 +168,34 @@ def check_device_ports(config: PipelineConfig, graph: Graph, routes: Mapping[str
             continue
         there, here = config.deployed(edge.source), config.deployed(edge.target)
         got = f"{quote(edge.stream)}, which stays in device memory"
-        if _device(there.device) == "cpu":
+        (lender, *_), (borrower, *_) = there.devices_of(0), here.devices_of(0)
+        if lender == "cpu":
             raise where.error(f"deploy.{edge.source}.device", '"cpu"', f"a GPU: {got}")
-        if _device(here.device) != _device(there.device):
-            raise where.error(f"deploy.{edge.target}.device", quote(here.device), f"{quote(there.device)}: it takes {got}")
+        if borrower != lender:
+            raise where.error(f"deploy.{edge.target}.device", quote(borrower), f"{quote(lender)}: it takes {got}")
         if here.connector != "shm":
             raise where.error(f"deploy.{edge.target}.connector", quote(here.connector), f'"shm": it takes {got}')
 
 
-def _stage_process(name: str, replica: int, level: int, deploy: DeployConfig, kind: type[Stage]) -> Process:
+def _stage_process(name: str, replica: int, rank: int, level: int, deploy: DeployConfig, kind: type[Stage]) -> Process:
+    rank_name, rank_words = (f".{rank}", ("--rank", str(rank))) if rank else ("", ())
     return Process(
-        name=f"{name}#{replica}",
+        name=f"{name}#{replica}{rank_name}",
         kind="stage",
         stage=name,
         replica=replica,
         level=level,
-        argv=(sys.executable, "-m", "streamrt.process", "stage", name, "--replica", str(replica)),
+        argv=(sys.executable, "-m", "streamrt.process", "stage", name, "--replica", str(replica), *rank_words),
         env={**dict.fromkeys(THREAD_VARIABLES, str(deploy.threads)), **deploy.env},
+        rank=rank,
+        ranks=deploy.tp,
         threads=deploy.threads,
-        cores=deploy.cores,
+        cores=deploy.cores_of(rank),
         nice=deploy.nice,
-        device=_device(deploy.device),
+        device=deploy.devices_of(replica)[rank],
         memory_bytes=deploy.memory_bytes,
         connector=deploy.connector,
-        arena_bytes=deploy.arena_bytes,
+        arena_bytes=deploy.arena_bytes if rank == 0 else 0,
         max_requests=deploy.max_requests or kind.max_requests,
         load_s=kind.load_s,
         load_timeout_s=deploy.load_timeout_s,
@@ -204,15 +216,14 @@ def _gateway_process(replica: int, level: int) -> Process:
     )
 
 
-def _device(device: str) -> str:
-    return "cuda:0" if device == "cuda" else device
-
-
 def _check_placement(name: str, deploy: DeployConfig, machine: Machine, where: Where) -> None:
-    if machine.memory_of(_device(deploy.device)) is None:
-        have = any_of(["cpu", *machine.devices])
-        hint = "" if machine.devices else "nvidia-smi finds no GPU on this machine"
-        raise where.error(f"deploy.{name}.device", f'"{deploy.device}"', f"{have} (what this machine has)", hint=hint)
+    for device in (device for replica in range(deploy.replicas) for device in deploy.devices_of(replica)):
+        if machine.memory_of(device) is None:
+            have = any_of(["cpu", *machine.devices])
+            hint = "" if machine.devices else "nvidia-smi finds no GPU on this machine"
+            rank = f" for its {deploy.tp} ranks" if deploy.tp > 1 else ""
+            got = quote(deploy.device) if deploy.device == "cuda" else quote(device)
+            raise where.error(f"deploy.{name}.device", f"{got}{rank}", f"{have} (what this machine has)", hint=hint)
     absent = [core for core in deploy.cores if core not in machine.cores]
     if absent:
         cores = ", ".join(map(str, machine.cores))
@@ -246,7 +257,7 @@ def _check_memory(memory: Mapping[str, int], processes: list[Process], machine: 
 def _warnings(processes: list[Process], shm_bytes: int, machine: Machine) -> list[str]:
     warnings = []
     for process in processes:
-        if process.replica == 0 and process.threads > len(process.cores or machine.cores):
+        if process.replica == process.rank == 0 and process.threads > len(process.cores or machine.cores):
             room = len(process.cores or machine.cores)
             warnings.append(f"{process.stage} has {process.threads} threads for {room} cores: they will wait for each other")
     if shm_bytes > machine.shm_bytes:

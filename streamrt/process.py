@@ -1,7 +1,7 @@
 """What every process of a run begins with: `python -m streamrt.process stage llm --replica 0 --run DIR`.
 
-Joins the run, builds its part (an actor around a stage, or a client around a gateway), says when it is ready, and leaves when
-it is told to, when a signal says so or when the orchestrator is gone. The orchestrator alone starts these.
+Joins the run, builds its part (an actor around a stage, a stage that follows its rank 0, or a client around a gateway), says when it
+is ready, and leaves when it is told to, when a signal says so or when the orchestrator is gone. The orchestrator alone starts these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,20 @@ def main() -> None:
     parser.add_argument("kind", choices=("stage", "gateway"))
     parser.add_argument("name")
     parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--run", type=Path, required=True)
     args = parser.parse_args()
     _die_with_parent(signal.SIGKILL if args.kind == "stage" else signal.SIGTERM)
-    name = f"{args.name}#{args.replica}"
+    name = f"{args.name}#{args.replica}" + (f".{args.rank}" if args.rank else "")
     configure(name, os.environ.get("STREAMRT_LOG", "INFO"))
     _name_process(name)
-    body = _stage if args.kind == "stage" else _gateway
-    status = uvloop.run(body(RunDir.at(args.run), args.name, args.replica))
+    run = RunDir.at(args.run)
+    if args.kind == "gateway":
+        status = uvloop.run(_gateway(run, args.name, args.replica))
+    elif args.rank == 0:
+        status = uvloop.run(_stage(run, args.name, args.replica))
+    else:
+        status = uvloop.run(_follower(run, name, args.name, args.replica, args.rank))
     # Everything of ours is closed; what the libraries would still tear down takes them seconds, and the kernel none.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,32 +89,14 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
             endpoints[scheme] = await connector.open(life.on_chunk, life.on_peer_lost, life.on_cancel_in_lane)
             connectors[scheme] = connector
             life.push(connector.close)
-        # 2. Load, beside the loop. What goes wrong is told to the orchestrator, which tells the user.
+        # 2. Load, beside the loop.
         compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         life.push(_shut(compute))
-        loop = asyncio.get_running_loop()
-
-        def progress(text: str) -> None:
-            loop.call_soon_threadsafe(member.progress, text)
-
-        def broken(reason: str) -> None:
-            loop.call_soon_threadsafe(life.give_up, reason)
-
-        try:
-            stage = await loop.run_in_executor(compute, _load, config, stage_name, replica, compute, progress, broken)
+        with life.telling(stage_name):
+            stage = await life.load(compute, stage_name, replica)
             facts = msgspec.to_builtins(stage.describe())
             for way in _sends_by(config, stage_name) if stage.gives else ():
                 await connectors[way].reserve()
-        except StreamrtError as error:
-            member.load_failed(error.message, error.hint)
-            return 3
-        except NoSpace as error:
-            member.load_failed(f"stage {stage_name}: {error}", f"set a smaller arena in [deploy.{stage_name}]")
-            return 3
-        except Exception as error:  # the stage's own code may raise anything in `load`; the user is to see what
-            log.exception("stage.load_failed", stage=stage_name)
-            member.load_failed(f"stage {stage_name}: {type(error).__name__}: {error}")
-            return 3
         # 3. Serve.
         metrics = Metrics()
         trace = os.environ.get("STREAMRT_TRACE")
@@ -124,6 +112,22 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         member.ready(work_endpoint=lane.endpoint, connectors=endpoints, max_requests=max_requests, describe=facts)
         log.info("stage.ready", stage=stage_name, run=welcome.run_id)
         await life.until_stopped(actor.drain)
+    return life.status
+
+
+async def _follower(run: RunDir, name: str, stage_name: str, replica: int, rank: int) -> int:
+    """A process of a rank above 0, from start to end; the exit status."""
+    async with _Life(run, name) as life:
+        await life.member.join("stage")
+        compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        life.push(_shut(compute))
+        with life.telling(stage_name):
+            stage = await life.load(compute, stage_name, replica, rank)
+        life.member.start_heartbeats(dict, lambda lag_s: [])
+        life.stop_when_done(asyncio.create_task(life.follow(compute, stage), name="follow"))
+        life.member.ready()
+        log.info("stage.follows", stage=stage_name, rank=rank)
+        await life.stopped.wait()
     return life.status
 
 
@@ -163,6 +167,10 @@ async def _gateway(run: RunDir, name: str, replica: int) -> int:
     return 0
 
 
+class _LoadFailed(Exception):
+    """It has been told; nothing is left to do but to leave."""
+
+
 class _Life:
     """The frame of a process: signals, membership, and what is closed at the end, last opened first."""
 
@@ -172,37 +180,90 @@ class _Life:
         self.status = 0  # what the process exits with
         self._actor: Actor | None = None
         self._closing = contextlib.AsyncExitStack()
-        self._stopped = asyncio.Event()
+        self.stopped = asyncio.Event()
         self._drain_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopped.set)
+            loop.add_signal_handler(number, self.stopped.set)
         self.push(self.member.close)
         self.member.on_drain = lambda within_s: None if self._drain_s.done() else self._drain_s.set_result(within_s)
-        self.member.on_stop = self._stopped.set
+        self.member.on_stop = self.stopped.set
         self.member.on_lost = self._lost
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> bool:
         await self._closing.aclose()
+        return kind is _LoadFailed
 
     def push(self, close: Callable[[], Awaitable[Any]]) -> None:
         """Run `close` at the end, before what was pushed earlier, which is closed even if this raises."""
         self._closing.push_async_callback(close)
+
+    @contextlib.contextmanager
+    def telling(self, stage_name: str) -> Iterator[None]:
+        """What goes wrong inside is told to the orchestrator, which tells the user; this process ends."""
+        try:
+            yield
+        except StreamrtError as error:
+            self.member.load_failed(error.message, error.hint)
+        except NoSpace as error:
+            self.member.load_failed(f"stage {stage_name}: {error}", f"set a smaller arena in [deploy.{stage_name}]")
+        except Exception as error:  # the stage's own code may raise anything in `load`; the user is to see what
+            log.exception("stage.load_failed", stage=stage_name)
+            self.member.load_failed(f"stage {stage_name}: {type(error).__name__}: {error}")
+        else:
+            return
+        self.status = 3
+        raise _LoadFailed
+
+    async def load(self, compute: ThreadPoolExecutor, stage_name: str, replica: int, rank: int = 0) -> Stage:
+        """The stage, made and loaded on the compute thread; whatever it raises."""
+        loop = asyncio.get_running_loop()
+
+        def progress(text: str) -> None:
+            loop.call_soon_threadsafe(self.member.progress, text)
+
+        def broken(reason: str) -> None:
+            loop.call_soon_threadsafe(self.give_up, reason)
+
+        config, deploy = self.member.pipeline, self.member.pipeline.deployed(stage_name)
+        rendezvous = os.environ.get("STREAMRT_RENDEZVOUS")
+        context = Context(
+            stage=stage_name,
+            replica=replica,
+            rank=rank,
+            ranks=deploy.tp,
+            rendezvous=Path(rendezvous) if rendezvous else None,
+            threads=deploy.threads,
+            device=deploy.devices_of(replica)[rank],
+            resolve=lambda source: weights.resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}"),
+            progress=progress,
+            compute=compute,
+            broken=broken,
+        )
+        return await loop.run_in_executor(compute, _load, config, context)
+
+    async def follow(self, compute: ThreadPoolExecutor, stage: Stage) -> None:
+        """Until rank 0 has closed, or has been lost."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(compute, stage.follow)
+        except Exception:  # the stage's own code; this process ends, and the replica with it
+            log.exception("stage.follow_failed", process=self.member.name)
+            self.status = 5
 
     def attach(self, actor: Actor) -> None:
         """Work and chunks go to `actor` from now on."""
         self._actor = actor
         self.member.on_table = lambda table: actor.on_clients(frozenset(table.clients))
 
-    def stop_when_done(self, task: asyncio.Task[Any]) -> None:
-        task.add_done_callback(lambda _: self._stopped.set())
+    def stop_when_done(self, task: asyncio.Future[Any]) -> None:
+        task.add_done_callback(lambda _: self.stopped.set())
 
     async def until_stopped(self, drain: Callable[[float], Awaitable[None]]) -> None:
         """Until we are to go; a drain that is asked for first is carried out and answered."""
-        stopped = asyncio.ensure_future(self._stopped.wait())
+        stopped = asyncio.ensure_future(self.stopped.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [stopped, self._drain_s]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -236,13 +297,13 @@ class _Life:
         """The stage will never work again: leave, so that the orchestrator starts another."""
         log.error("stage.broken", process=self.member.name, reason=reason)
         self.status = 5
-        self._stopped.set()
+        self.stopped.set()
 
     def _lost(self) -> None:
         # A signal may have come first: the kernel sends a gateway one when its parent dies.
         log.error("orchestrator.lost")
         self.is_lost = True
-        self._stopped.set()
+        self.stopped.set()
         # Whatever hangs on the way out must not keep an orphan alive.
         asyncio.get_running_loop().call_later(LOST_S, os._exit, 4)
 
@@ -253,27 +314,9 @@ def _sends_by(config: PipelineConfig, name: str) -> set[str]:
     return {config.deployed(stage).connector for stage in (name, *fed)}
 
 
-def _load(
-    config: PipelineConfig,
-    name: str,
-    replica: int,
-    compute: ThreadPoolExecutor,
-    progress: Callable[[str], None],
-    broken: Callable[[str], None],
-) -> Stage:
-    """The stage, made and loaded. On the compute thread."""
-    deploy, spec = config.deployed(name), config.stage_named(name)
+def _load(config: PipelineConfig, context: Context) -> Stage:
+    spec = config.stage_named(context.stage)
     kind = registry.load_class(spec.use, config.folder)
-    context = Context(
-        stage=name,
-        replica=replica,
-        threads=deploy.threads,
-        device=deploy.device,
-        resolve=lambda source: weights.resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}"),
-        progress=progress,
-        compute=compute,
-        broken=broken,
-    )
     args = registry.parse_args(kind, spec, config.file)
     stage = kind.configured(args)(args, context)
     stage.load()

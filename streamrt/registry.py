@@ -48,6 +48,7 @@ STAGES: dict[str, Entry] = {
     "testing.slow": Entry("stages.testing:Slow"),
     "testing.crash": Entry("stages.testing:Crash"),
     "testing.hang": Entry("stages.testing:Hang"),
+    "testing.ranked": Entry("stages.testing:Ranked"),
 }
 
 # Top-level module -> the extra of streamrt that installs it.
@@ -154,6 +155,8 @@ def load_graph(config: PipelineConfig) -> tuple[Graph, dict[str, type[Stage]]]:
             key = f"stage.{stage.name}.use"
             raise ConfigError(f"{config.file}: {key}: {error.message}", hint=error.hint, param=key) from error.__cause__
         kinds[stage.name] = kind.configured(parse_args(kind, stage, config.file))
+        if (tp := config.deployed(stage.name).tp) > 1 and not kind.supports_tp:
+            raise Where(config.file).error(f"deploy.{stage.name}.tp", str(tp), f"1: {quote(stage.use)} runs in one process")
     return Graph((Node.of(stage, kinds[stage.name]) for stage in config.stages), config.file), kinds
 
 

@@ -2,7 +2,7 @@
 
     $STREAMRT_RUN_ROOT (else $XDG_RUNTIME_DIR/streamrt, else /tmp/streamrt-<uid>)      0700
     +-- <name>.lock          held (flock) by the orchestrator for as long as the run lives
-    +-- <name>/              sockets and run.json; removed when the run ends
+    +-- <name>/              sockets, run.json, where ranks find each other; removed when the run ends
     $STREAMRT_LOG_ROOT (else ~/.local/state/streamrt/logs)
     +-- <name>/<process>.log  kept until the next run of that name
 
@@ -115,6 +115,13 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return log_dir(self.name)
+
+    def new_rendezvous(self, replica: str) -> Path:
+        """A fresh folder for the ranks of a replica to find each other in; that of its last start goes."""
+        prefix = f"ranks-{replica.replace('#', '-')}-"
+        for path in self.path.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=self.path))
 
     def remove(self) -> None:
         """Give the name back; everything but the logs goes. Idempotent."""

@@ -125,7 +125,8 @@ def print_runs(rows: Sequence[dict[str, Any]]) -> None:
             grid.add_column(title)
         for row in run["replicas"]:
             info = row["info"]
-            grid.add_row(row["name"], f"[{STYLES.get(row['state'], 'white')}]{row['state']}[/]", str(row["pid"]), str(info.get("running", "")),
+            pids = " ".join(map(str, [row["pid"], *row["rank_pids"]]))
+            grid.add_row(row["name"], f"[{STYLES.get(row['state'], 'white')}]{row['state']}[/]", pids, str(info.get("running", "")),
                          str(info.get("queued", "")), str(info.get("max_requests", "")), str(row["restarts"]), row["error"])  # fmt: skip
         console.print(grid)
 

@@ -19,6 +19,8 @@ Rules
   `Cancelled` from `chunks`; `finally` blocks run. Nothing that it yields after that is sent.
 - Whatever `process` raises fails that request alone.
 - The stream's end is said by the actor when `process` returns; a stage does not send final chunks itself.
+- Ranks: with `tp = N` a stage that `supports_tp` runs in N processes. All of them `load`, and find each other by what they put into
+  `context.rendezvous`. Rank 0 serves as always, and its `close` ends the others; those do `follow`, and hold nothing that must be closed.
 """
 
 from __future__ import annotations
@@ -83,6 +85,9 @@ class Context:
         *,
         stage: str,
         replica: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        rendezvous: Path | None = None,
         threads: int = 1,
         device: str = "cpu",
         resolve: Callable[[str], Any] | None = None,
@@ -92,7 +97,10 @@ class Context:
     ) -> None:
         self.stage = stage
         self.replica = replica
-        self.threads = threads  # intra-op threads that this replica may use
+        self.rank = rank
+        self.ranks = ranks  # processes of this replica; 1 unless [deploy] has tp
+        self.rendezvous = rendezvous  # a folder that these ranks alone share, made anew at each start; None with one rank
+        self.threads = threads  # intra-op threads that this process may use
         self.device = device
         self._resolve = resolve
         self._progress = progress
@@ -130,6 +138,7 @@ class Stage:
     Args: ClassVar[type[msgspec.Struct]] = NoArgs  # what [stage.args] may hold; strict
     load_s: ClassVar[float] = 1.0  # about how long `load` takes on one core; what takes longest is started first
     max_requests: ClassVar[int] = 4  # default of [deploy.<stage>] max_requests
+    supports_tp: ClassVar[bool] = False  # [deploy.<stage>] tp may be more than 1
     models: ClassVar[tuple[str, ...]] = ()  # names of Args fields that hold a model source: fetched by `streamrt fetch`
 
     def __init__(self, args: Any, context: Context) -> None:
@@ -153,8 +162,13 @@ class Stage:
         """Chunks in, chunks out; see the rules above."""
         raise NotImplementedError
 
+    def follow(self) -> None:
+        """On each rank but the first, after `load`, in place of `process`: take part in what rank 0 does, until its `close`.
+        Blocking; on the compute thread. Whatever it raises ends the whole replica, as the death of any rank does."""
+        raise NotImplementedError
+
     def close(self) -> None:
-        """Give everything back. Called once, after the last request."""
+        """Give everything back. Called once, after the last request; not on the ranks that follow."""
 
     def state(self) -> dict[str, Any]:
         """Small facts for the heartbeat (`ps`, /ready, the page)."""

@@ -13,9 +13,11 @@ Rules
 - What fails before it was ever ready is given up at once, with its error: a pipeline that can not start says so and ends.
 - What had been ready is restarted after a delay that doubles with each restart inside `restart_window_s`; more than
   `max_restarts` of them inside it, and it is given up while the others go on.
-- At the start at most `max_loading` processes load side by side, those that take longest first: loading is work for a core, and the
-  longest one decides when the pipeline is ready.
+- At the start no process is added once `max_loading` load side by side (ranks start together, whatever their number), and those that
+  take longest are first: loading is work for a core, and the longest one decides when the pipeline is ready.
 - Until ready, only death and `load_timeout_s` count; from ready on, only death and missed heartbeats.
+- A replica of several ranks is one child. It is ready when all of them are, and silent when one of them is. The death of any is its
+  death: the others are killed, and when the last is gone it is down. Once told to stop, its ranks end in their own order.
 - Stopping goes from the last level to the first, each level once the later one is gone: drain, stop, and kill past the bound.
 
 Source: restart intensity and one_for_one are OTP's.
@@ -37,7 +39,7 @@ STATES = ("waiting", "starting", "loading", "ready", "draining", "down", "failed
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Spawn this process."""
+    """Spawn this process; all of its ranks."""
 
     name: str
 
@@ -56,7 +58,7 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """SIGKILL."""
+    """SIGKILL, to whatever lives of it."""
 
     name: str
     reason: str
@@ -75,13 +77,14 @@ Action = Start | Drain | Stop | Kill | GiveUp
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """What the plan says of a process that is to be kept alive."""
+    """What the plan says of a process, or of a replica of several, that is to be kept alive."""
 
     name: str
     level: int = 0  # stopped in descending order
     load_s: float = 1.0  # about how long it loads, alone on a core
     load_timeout_s: float = 120.0
     hang_timeout_s: float = 10.0
+    ranks: int = 1  # processes that live and die together
 
 
 class Child:
@@ -91,7 +94,8 @@ class Child:
         self.watched = watched
         self.name = watched.name
         self.state = "waiting"  # for its turn to load
-        self.is_alive = False  # there is an OS process, whatever its state
+        self.alive: set[int] = set()  # ranks of which there is an OS process, whatever the state
+        self.heard_ns: dict[int, int] = {}  # rank -> its Ready or last heartbeat
         self.error = ""  # why it is down, failed or being killed
         self.hint = ""
         self.restarts = 0  # in all
@@ -100,6 +104,10 @@ class Child:
         self.recent_ns: deque[int] = deque()  # restarts inside the window
         self.is_told = False  # a Stop is out
         self.is_doomed = False  # a Kill is out
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self.alive)
 
 
 class Supervisor:
@@ -142,20 +150,24 @@ class Supervisor:
             child.state = "loading"
         return []
 
-    def on_ready(self, name: str, now_ns: int) -> list[Action]:
+    def on_ready(self, name: str, now_ns: int, rank: int = 0) -> list[Action]:
         """Loaded and warm."""
         child = self.children[name]
         if child.state in ("starting", "loading") and not child.is_doomed:
-            child.state = "ready"
-            child.was_ready = True
-            child.error = child.hint = ""
-            child.due_ns = now_ns + _ns(child.watched.hang_timeout_s)
+            child.heard_ns[rank] = now_ns
+            if len(child.heard_ns) == child.watched.ranks:
+                child.state = "ready"
+                child.was_ready = True
+                child.error = child.hint = ""
+                child.heard_ns = dict.fromkeys(child.heard_ns, now_ns)  # nobody is watched before all are ready
+                child.due_ns = now_ns + _ns(child.watched.hang_timeout_s)
         return self._start_next(now_ns)
 
-    def on_heartbeat(self, name: str, now_ns: int) -> list[Action]:
+    def on_heartbeat(self, name: str, now_ns: int, rank: int = 0) -> list[Action]:
         child = self.children[name]
         if child.state == "ready" and not child.is_doomed:
-            child.due_ns = now_ns + _ns(child.watched.hang_timeout_s)
+            child.heard_ns[rank] = now_ns
+            child.due_ns = min(child.heard_ns.values()) + _ns(child.watched.hang_timeout_s)
         return []
 
     def on_load_failed(self, name: str, error: str, hint: str = "") -> list[Action]:
@@ -166,11 +178,18 @@ class Supervisor:
         child.error, child.hint = error, hint
         return [] if child.was_ready or self.is_stopping else self._give_up(child, is_fatal=True)
 
-    def on_exited(self, name: str, status: int, now_ns: int) -> list[Action]:
+    def on_exited(self, name: str, status: int, now_ns: int, rank: int = 0) -> list[Action]:
         """The OS process is gone. `status`: as from waitpid; negative for a signal."""
         child = self.children[name]
         state = child.state
-        child.is_alive = child.is_told = child.is_doomed = False
+        child.alive.discard(rank)
+        if child.is_alive:
+            if child.is_told:
+                return []
+            if state != "failed":
+                child.state = "down"  # nobody is to route to it while the others go
+            return _kill(child, f"rank {rank} {_exit_words(status, state)}")
+        child.is_told = child.is_doomed = False
         child.due_ns = None
         if state != "failed":
             child.state = "down"
@@ -178,7 +197,7 @@ class Supervisor:
             return self._stop_level(now_ns)
         if state == "failed":
             return []
-        child.error = child.error or f"{_exit_words(status)}{'' if state == 'ready' else f' while {state}'}"
+        child.error = child.error or _exit_words(status, state)
         if not child.was_ready:
             return self._give_up(child, is_fatal=True)
         return self._back_off(child, now_ns) + self._start_next(now_ns)
@@ -223,7 +242,9 @@ class Supervisor:
             child.restarts += 1
             return self._start(child, now_ns)
         if child.state == "ready":
-            return _kill(child, f"no heartbeat for {child.watched.hang_timeout_s:g} s")
+            silent = min(child.heard_ns, key=lambda rank: child.heard_ns[rank])
+            of_rank = f" of rank {silent}" if child.watched.ranks > 1 else ""
+            return _kill(child, f"no heartbeat{of_rank} for {child.watched.hang_timeout_s:g} s")
         actions = _kill(child, f"not ready within {child.watched.load_timeout_s:g} s")
         if not child.was_ready:
             stage = child.name.partition("#")[0]
@@ -239,11 +260,12 @@ class Supervisor:
 
     @property
     def _num_loading(self) -> int:
-        return sum(child.state in ("starting", "loading") for child in self.children.values())
+        return sum(child.watched.ranks for child in self.children.values() if child.state in ("starting", "loading"))
 
     def _start(self, child: Child, now_ns: int) -> list[Action]:
         child.state = "starting"
-        child.is_alive = True
+        child.alive = set(range(child.watched.ranks))
+        child.heard_ns = {}
         child.error = child.hint = ""
         child.due_ns = now_ns + _ns(child.watched.load_timeout_s)
         return [Start(child.name)]
@@ -311,10 +333,11 @@ def _is_due(time_ns: int | None, now_ns: int) -> bool:
     return time_ns is not None and time_ns <= now_ns
 
 
-def _exit_words(status: int) -> str:
+def _exit_words(status: int, state: str) -> str:
+    when = f" while {state}" if state in ("starting", "loading") else ""
     if status >= 0:
-        return f"exited with status {status}"
+        return f"exited with status {status}{when}"
     try:
-        return f"killed by {signal.Signals(-status).name}"
+        return f"killed by {signal.Signals(-status).name}{when}"
     except ValueError:
-        return f"killed by signal {-status}"
+        return f"killed by signal {-status}{when}"

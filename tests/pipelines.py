@@ -75,7 +75,8 @@ class Running:
         for pid in children_of(self.process.pid):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             if "streamrt.process" in words:
-                found[f"{words[words.index('streamrt.process') + 2]}#{words[words.index('--replica') + 1]}"] = pid
+                rank = f".{words[words.index('--rank') + 1]}" if "--rank" in words else ""
+                found[f"{words[words.index('streamrt.process') + 2]}#{words[words.index('--replica') + 1]}{rank}"] = pid
         return found
 
     def kill(self, name: str) -> int:

@@ -165,6 +165,7 @@ class Replica(msgspec.Struct, frozen=True):
     incarnation: str
     state: str  # "waiting" | "starting" | "loading" | "ready" | "draining" | "down" | "failed"
     pid: int = 0
+    rank_pids: tuple[int, ...] = ()  # of its ranks 1, 2 ...
     work_endpoint: str = ""
     connectors: dict[str, str] = {}
     max_requests: int = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from stages.ar.params import HONOURED, Generation, Sampling, parse
 from streamrt import ConfigError, EngineStage, Request
 
 if TYPE_CHECKING:
+    from stages.ar.ranks import Leading
     from stages.ar.runner import Runner
     from stages.ar.text_engine import TextEngine
 
@@ -53,10 +54,28 @@ class CausalLM(EngineStage):
     models = ("model",)
     load_s = 12.0
     max_requests = 8
+    supports_tp = True
     args: CausalLMArgs
+    _leading: Leading | None = None  # on rank 0 of several
 
-    def make_engine(self) -> TextEngine:
-        # 1. the model
+    def load(self) -> None:
+        if self.context.rank == 0:
+            super().load()
+        else:
+            self._runner, _ = self._read_model()
+
+    def follow(self) -> None:
+        from stages.ar.ranks import follow
+
+        follow(self._runner)
+
+    def close(self) -> None:
+        super().close()
+        if self._leading is not None:
+            self._leading.close()
+
+    def _read_model(self) -> tuple[Runner, Any]:
+        """The model, or this rank's share of it, and the tokenizer."""
         from stages.ar.loading import load
 
         args, context = self.args, self.context
@@ -66,14 +85,34 @@ class CausalLM(EngineStage):
             device=context.device,
             threads=context.threads,
             progress=context.progress,
+            ranked=context if context.ranks > 1 else None,
         )
+        if context.ranks > 1 or context.device == "cpu":
+            from stages.ar.runner import Runner
+
+            return Runner(model), tokenizer
+        from stages.ar.cuda.runner import CudaRunner
+
+        weights: Any = self._dtype if self._dtype in ("int8", "float8") else None
+        runner = CudaRunner(model, attention=args.prompt_attention, weights=weights, has_graphs=args.cuda_graphs, progress=context.progress)
+        return runner, tokenizer
+
+    def make_engine(self) -> TextEngine:
+        # 1. the model
+        args, context = self.args, self.context
+        runner, tokenizer = self._read_model()
+        model = runner
+        if context.ranks > 1:
+            from stages.ar.ranks import Leading
+
+            self._leading = Leading(runner, context.broken)
+            runner = cast("Runner", self._leading)
         # 2. the engine around it
         from stages.ar.engine import Engine
         from stages.ar.text_engine import TextEngine
 
-        runner = self._runner(model)
-        self._choices = runner.describe()
         core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
+        self._choices = model.describe()
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         self._grammars, self._vocabulary = engine.grammars, engine.vocabulary
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
@@ -83,18 +122,6 @@ class CausalLM(EngineStage):
         while engine.has_work():
             engine.step()
         return engine
-
-    def _runner(self, model: Any) -> Runner:
-        args, context = self.args, self.context
-        if context.device == "cpu":
-            from stages.ar.runner import Runner
-
-            return Runner(model)
-        from stages.ar.cuda.runner import CudaRunner
-
-        weights: Any = self._dtype if self._dtype in ("int8", "float8") else None
-        runner = CudaRunner(model, attention=args.prompt_attention, weights=weights, has_graphs=args.cuda_graphs, progress=context.progress)
-        return runner
 
     def parse(self, request: Request) -> Generation:
         args = self.args
@@ -147,7 +174,7 @@ def sizes(args: CausalLMArgs, runner: Runner) -> dict[str, Any]:
     if args.max_context is not None and args.max_context > limit:
         raise ConfigError(f"max_context: got {args.max_context}, the model was made for {limit}", param="max_context")
     max_context = args.max_context or min(limit, 8192)
-    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers)
+    per_block = block_size * token_bytes(runner.config, runner.dtype, runner.row_layers, runner.ranks)
     least = (-(-max_context // block_size) + 2) * per_block
     if args.kv_cache_mb is not None:
         nbytes = args.kv_cache_mb << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.lean import lean_imports
-from streamrt import ConfigError
+from streamrt import ConfigError, Context
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -34,10 +34,12 @@ def pick_dtype(asked: str, device: str, flags: frozenset[str]) -> str:
     return "bfloat16" if device != "cpu" or flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
-def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callable[[str], None]) -> tuple[Any, Any, str]:
+def load(
+    source: Any, *, dtype: str, device: str, threads: int, progress: Callable[[str], None], ranked: Context | None = None
+) -> tuple[Any, Any, str]:
     """Model, tokenizer and the dtype that was chosen. `source`: a checkpoint's folder, a GGUF file, or what `random:` resolves to.
 
-    Blocks for seconds.
+    With several ranks, of which `ranked` is one, the model has its share of each layer's weights. Blocks for seconds.
     Raises:
         ConfigError: it is no causal language model, or weights are missing or left over.
     """
@@ -50,6 +52,13 @@ def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callab
     import torch
 
     torch.set_num_threads(threads)
+    ranks = 1
+    if ranked is not None:
+        from stages.ar.ranks import join
+
+        ranks = ranked.ranks
+        progress("waiting for the other ranks")
+        join(ranked)
     progress("importing transformers")
     with lean_imports():
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_utils  # noqa: F401 (the names alone import little)
@@ -64,15 +73,21 @@ def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callab
     path = Path(getattr(source, "path", source))
     is_random = getattr(source, "kind", "") == "random"
     folder, gguf = (path.parent, {"gguf_file": path.name} if path.suffix == ".gguf" else {}) if path.is_file() else (path, {})
+    if ranks > 1 and (is_8bit or gguf):
+        what = "a GGUF file" if gguf else f"dtype {chosen}"
+        raise ConfigError(f"tp: got {ranks}, expected 1 with {what}", hint="a folder with safetensors can be shared out", param="tp")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
         progress(f"reading weights as {chosen}")
+        shares = _shares(AutoConfig.from_pretrained(path), ranks) if ranks > 1 else {}
         if is_random:
             torch.manual_seed(0)
             config = AutoConfig.from_pretrained(path)
             model = AutoModelForCausalLM.from_config(config, dtype=tensor_type)
+            if shares:
+                model = _share_out(model, **shares)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=tensor_type, output_loading_info=True, **gguf)
+            model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=tensor_type, output_loading_info=True, **gguf, **shares)
             refuse_gaps(path, info)
     except (OSError, ValueError, RuntimeError, KeyError) as error:  # how transformers says that a folder is no such model
         raise ConfigError(f"{path}: not a causal language model that transformers can load: {error}", param="model") from error
@@ -117,6 +132,28 @@ def load_part(path: Path, part: str, *, dtype: str, device: str) -> Any:
         raise ConfigError(f"{path}: no {part} that transformers can load: {error}", param="model") from error
     refuse_gaps(path, {kind: names for kind, names in info.items() if kind != "unexpected_keys"})  # the other parts' are left over
     return model.eval().requires_grad_(False).to(device)
+
+
+def _shares(config: Any, ranks: int) -> dict[str, Any]:
+    """What `from_pretrained` is told to read one rank's share. Raises ConfigError."""
+    from transformers.distributed import DistributedConfig
+
+    from stages.ar.ranks import check_shares
+
+    check_shares(config.get_text_config(decoder=True), ranks)
+    return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def _share_out(model: Any, distributed_config: Any) -> Any:
+    """A whole model, the same on each rank, to this rank's share of it."""
+    import torch
+
+    head, embed = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embed.weight:  # shared out one by one, so they have to be two
+        head.weight = torch.nn.Parameter(embed.weight.detach())
+    kind = type(model)
+    distributed_config, _, mesh = kind.prepare_distribute_model(distributed_config)
+    return kind.maybe_distribute_model(model, distributed_config, mesh)
 
 
 def refuse_gaps(path: Path, info: dict[str, Any]) -> None:

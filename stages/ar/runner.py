@@ -72,6 +72,7 @@ class Runner:
         self.config = text_config(self.inner)
         self.device: torch.device = self.inner.device
         self.dtype: torch.dtype = self.inner.dtype
+        self.ranks: int = getattr(model, "tp_size", None) or 1  # that share the model, and so its heads
         self.row_layers = row_layers  # what goes into a layer is what the one before it gave
         self.embed = self.inner.get_input_embeddings()
         self.store: KVStore
@@ -110,7 +111,7 @@ class Runner:
             layers=self.config.num_hidden_layers,
             blocks=blocks,
             block_size=block_size,
-            kv_heads=kv_heads(self.config),
+            kv_heads=kv_heads(self.config) // self.ranks,
             head_dim=head_dim(self.config),
             dtype=self.dtype,
             device=self.device,
@@ -183,9 +184,7 @@ class Runner:
         none = torch.zeros(0, dtype=torch.int32)
         at = torch.arange(count)
         positions = at if self.position_dims == 1 else at.expand(self.position_dims, -1)
-        batch = Batch(
-            at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks),), at
-        )
+        batch = Batch(at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks),), at)
         difference = (self.forward(batch).logits.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not difference <= self.tolerance:
             raise ConfigError(

@@ -139,7 +139,9 @@ def test_a_wrong_value_says_where_got_expected_and_what_to_do(override, message)
 
 def test_an_error_in_the_file_names_the_file():
     text = VOICE.replace("threads = 2", "thread = 2")
-    assert error_of(text).startswith('pipeline.toml: deploy.llm.thread: got unknown key "thread", expected one of "replicas", "threads"')
+    assert error_of(text).startswith(
+        'pipeline.toml: deploy.llm.thread: got unknown key "thread", expected one of "replicas", "tp", "threads"'
+    )
     assert error_of(text).endswith('hint: did you mean "threads"?')
 
 

@@ -101,6 +101,71 @@ def test_a_core_that_is_not_there_says_which_are():
     assert error_of("deploy.llm.cores=[1, 2]") == "/p/chain.toml: deploy.llm.cores: got core 2, expected cores that we may run on: 0, 1"
 
 
+RANKED = """
+[pipeline]
+name = "ranked"
+[[stage]]
+name = "r"
+use = "testing.ranked"
+[deploy.r]
+tp = 2
+threads = 4
+memory = "10GiB"
+cores = [2, 3, 4, 5]
+"""
+
+
+def ranked_plan(*overrides: str) -> Plan:
+    config = parse_pipeline(RANKED, "/p/ranked.toml", ("gateway.replicas=0", *overrides))
+    return make_plan(config, *load_graph(config), SERVER)
+
+
+def test_each_rank_is_a_process_with_its_share_and_only_the_first_has_a_ring():
+    first, second = ranked_plan("deploy.r.device=cuda").processes
+    assert (first.name, second.name, second.leader) == ("r#0", "r#0.1", "r#0")
+    assert (first.device, second.device) == ("cuda:0", "cuda:1")
+    assert (first.cores, second.cores) == ((2, 3), (4, 5))
+    assert (first.arena_bytes, second.arena_bytes) == (64 * 2**20, 0)
+    assert second.command("/run")[-5:] == ["0", "--rank", "1", "--run", "/run"]
+    assert ranked_plan("deploy.r.device=cuda").memory == {"cpu": 64 * 2**20, "cuda:0": 10 * 2**30, "cuda:1": 10 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        (["deploy.r.device=cpu"], ["cpu", "cpu"]),
+        (['deploy.r.device=["cuda:1", "cuda"]'], ["cuda:1", "cuda:0"]),
+        (["deploy.r.replicas=2"], ["cpu"] * 4),
+        (["deploy.r.replicas=2", 'deploy.r.device=["cuda:0", "cuda:1"]'], ["cuda:0", "cuda:1"] * 2),
+        (["deploy.r.replicas=2", "deploy.r.tp=1", 'deploy.r.device=["cuda:0", "cuda:1"]'], ["cuda:0", "cuda:1"]),
+    ],
+)
+def test_devices_are_dealt_out_rank_by_rank_and_replica_by_replica(overrides, devices):
+    assert [process.device for process in ranked_plan(*overrides).processes] == devices
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("deploy.r.device=cuda:1", 'deploy.r.device: got "cuda:2" for its 2 ranks, expected one of "cpu", "cuda:0", "cuda:1"'),
+        ('deploy.r.device=["cpu"]', "deploy.r.device: got 1 devices, expected 2: one for each rank of a replica, or of all replicas"),
+        ('deploy.r.device=["cuda", "cuda:0"]', 'got ["cuda", "cuda:0"], expected a GPU of its own for each rank of a replica'),
+        ('deploy.r.device=["cpu", "cuda:0"]', "expected a GPU of its own for each rank of a replica, or the CPU for all of them"),
+        ("deploy.r.cores=[1, 2, 3]", "deploy.r.cores: got 3 cores, expected a multiple of 2: each rank gets its share"),
+        ("deploy.r.tp=0", "deploy.r.tp: got 0, expected a whole number, at least 1"),
+        ("deploy.r.device=gpu", 'deploy.r.device: got "gpu", expected "cpu", "cuda" or "cuda:N"'),
+    ],
+)
+def test_what_can_not_be_dealt_out_is_said(override, words):
+    with pytest.raises(ConfigError) as caught:
+        ranked_plan(override)
+    assert words in str(caught.value)
+
+
+def test_ranks_of_a_stage_that_runs_in_one_process_are_refused():
+    assert error_of("deploy.tts.tp=2") == '/p/chain.toml: deploy.tts.tp: got 2, expected 1: "testing.tone" runs in one process'
+
+
 def test_a_pipeline_that_could_route_no_request_is_not_planned():
     config = parse_pipeline('[pipeline]\nname = "p"\n[[stage]]\nname = "a"\nuse = "echo"\n[[stage]]\nname = "b"\nuse = "echo"\n')
     with pytest.raises(ConfigError, match="each of these stages can respond"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streamrt.config import RunConfig
 from streamrt.supervisor import STOP_S, Drain, GiveUp, Kill, Start, Stop, Supervisor, Watched
@@ -234,6 +236,130 @@ def test_nothing_is_restarted_while_stopping():
 def test_a_stop_before_anything_lives_is_done_at_once():
     supervisor = Supervisor([Watched("llm#0")], POLICY)
     assert supervisor.stop(0) == []
+    assert supervisor.is_stopped
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def ranked(ranks: int = 3, *, is_ready: bool = True) -> Supervisor:
+    supervisor = Supervisor([Watched("llm#0", load_timeout_s=30, hang_timeout_s=10, ranks=ranks)], POLICY)
+    assert supervisor.start(0) == [Start("llm#0")]
+    for rank in range(ranks) if is_ready else ():
+        supervisor.on_registered("llm#0")
+        supervisor.on_ready("llm#0", 0, rank)
+    return supervisor
+
+
+def test_a_replica_is_ready_when_all_of_its_ranks_are():
+    supervisor = ranked(is_ready=False)
+    for rank in (2, 0):
+        supervisor.on_registered("llm#0")
+        supervisor.on_ready("llm#0", S, rank)
+        assert state(supervisor) == "loading"
+    supervisor.on_ready("llm#0", 2 * S, 1)
+    assert state(supervisor) == "ready"
+    assert supervisor.next_ns == 12 * S
+
+
+def test_the_death_of_any_rank_kills_the_others_and_the_last_one_gone_is_down():
+    supervisor = ranked()
+    assert supervisor.on_exited("llm#0", -9, S, 1) == [Kill("llm#0", "rank 1 killed by SIGKILL")]
+    assert state(supervisor) == "down"  # to whoever routes
+    supervisor.on_heartbeat("llm#0", S, 0)
+    assert supervisor.on_exited("llm#0", -9, S, 0) == []
+    assert supervisor.next_ns is None
+    assert supervisor.on_exited("llm#0", -9, 2 * S, 2) == []
+    assert (state(supervisor), supervisor.children["llm#0"].error) == ("down", "rank 1 killed by SIGKILL")
+    assert supervisor.tick(supervisor.next_ns) == [Start("llm#0")]
+    assert supervisor.children["llm#0"].restarts == 1
+
+
+def test_a_rank_that_dies_while_loading_for_the_first_time_is_given_up_once_all_are_gone():
+    supervisor = ranked(2, is_ready=False)
+    assert supervisor.on_exited("llm#0", -9, S, 1) == [Kill("llm#0", "rank 1 killed by SIGKILL while starting")]
+    assert supervisor.on_exited("llm#0", -9, S, 0) == [GiveUp("llm#0", "rank 1 killed by SIGKILL while starting", is_fatal=True)]
+
+
+def test_the_silence_of_one_rank_is_a_hang_whatever_the_others_say():
+    supervisor = ranked()
+    for second in range(1, 10):
+        supervisor.on_heartbeat("llm#0", second * S, 0)
+        supervisor.on_heartbeat("llm#0", second * S, 2)
+    assert supervisor.tick(10 * S) == [Kill("llm#0", "no heartbeat of rank 1 for 10 s")]
+
+
+def test_ranks_that_were_told_to_stop_end_in_their_own_order_and_within_the_bound():
+    supervisor = ranked()
+    assert supervisor.stop(0) == [Drain("llm#0", 10.0)]
+    assert supervisor.on_drained("llm#0", S) == [Stop("llm#0")]
+    assert supervisor.on_exited("llm#0", 0, S, 1) == []
+    assert supervisor.on_exited("llm#0", 0, S, 0) == []
+    assert supervisor.tick(S + int(STOP_S * S)) == [Kill("llm#0", "did not stop in time")]
+    assert supervisor.on_exited("llm#0", -9, 5 * S, 2) == []
+    assert supervisor.is_stopped
+
+
+def test_a_rank_that_dies_while_the_others_drain_ends_the_drain():
+    supervisor = ranked()
+    supervisor.stop(0)
+    assert supervisor.on_exited("llm#0", -9, S, 1) == [Kill("llm#0", "rank 1 killed by SIGKILL")]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_ranks_are_never_started_beside_an_older_one_and_a_death_is_answered(data):
+    supervisor = Supervisor([Watched("a#0", ranks=3), Watched("b#0")], POLICY)
+    alive: dict[str, set[int]] = {"a#0": set(), "b#0": set()}
+    killed: set[str] = set()
+    now = 0
+
+    def act(actions):
+        for action in actions:
+            match action:
+                case Start(name=name):
+                    assert not alive[name]
+                    alive[name] = set(range(supervisor.children[name].watched.ranks))
+                    killed.discard(name)
+                case Kill(name=name):
+                    killed.add(name)
+
+    act(supervisor.start(now))
+    for _ in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.integers(0, 3 * S))
+        name = data.draw(st.sampled_from(["a#0", "b#0"]))
+        rank = data.draw(st.sampled_from(sorted(alive[name]) or [0]))
+        match data.draw(st.sampled_from(["register", "ready", "beat", "fail", "exit", "drained", "tick", "stop"])):
+            case "register":
+                act(supervisor.on_registered(name))
+            case "ready":
+                act(supervisor.on_ready(name, now, rank))
+            case "beat":
+                act(supervisor.on_heartbeat(name, now, rank))
+            case "fail" if alive[name]:
+                act(supervisor.on_load_failed(name, "no"))
+            case "exit" if alive[name]:
+                alive[name].discard(rank)
+                act(supervisor.on_exited(name, -9, now, rank))
+                assert not alive[name] or name in killed or supervisor.children[name].is_told
+            case "drained":
+                act(supervisor.on_drained(name, now))
+            case "tick":
+                act(supervisor.tick(now))
+            case "stop" if supervisor.is_stopping or data.draw(st.booleans()):
+                act(supervisor.stop(now))
+        assert supervisor.children["a#0"].alive == alive["a#0"]
+    # Whatever has happened: stopping comes to its end within the bound, once what was killed is gone.
+    act(supervisor.stop(now, 0))
+    for _ in range(100):
+        for name in killed:
+            for rank in sorted(alive[name]):
+                alive[name].discard(rank)
+                act(supervisor.on_exited(name, -9, now, rank))
+        if supervisor.is_stopped:
+            break
+        now = supervisor.next_ns
+        act(supervisor.tick(now))
     assert supervisor.is_stopped
 
 
