@@ -274,7 +274,8 @@ def _load(
         compute=compute,
         broken=broken,
     )
-    stage = kind(registry.parse_args(kind, spec, config.file), context)
+    args = registry.parse_args(kind, spec, config.file)
+    stage = kind.configured(args)(args, context)
     stage.load()
     return stage
 

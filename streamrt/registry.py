@@ -39,6 +39,7 @@ STAGES: dict[str, Entry] = {
     "speech.asr.faster_whisper": Entry("stages.speech.asr:FasterWhisper", ("faster_whisper",)),
     "speech.tts.kokoro": Entry("stages.speech.tts:Kokoro", ("kokoro_onnx", "onnxruntime")),
     "ar.causal_lm": Entry("stages.ar.causal_lm:CausalLM", ("torch", "transformers")),
+    "diffusion.pipeline": Entry("stages.diffusion.pipeline:DiffusionPipeline", ("torch", "transformers", "diffusers", "greenlet")),
     "testing.vad": Entry("stages.testing:EnergyVad"),
     "testing.asr": Entry("stages.testing:ScriptAsr"),
     "testing.llm": Entry("stages.testing:ScriptLlm"),
@@ -56,6 +57,12 @@ EXTRAS: dict[str, str] = {
     "safetensors": "torch",
     "accelerate": "torch",
     "gguf": "torch",
+    "diffusers": "diffusion",
+    "greenlet": "diffusion",
+    "peft": "diffusion",
+    "torchsde": "diffusion",
+    "torchao": "speedups",
+    "cache_dit": "speedups",
     "onnxruntime": "voice",
     "faster_whisper": "voice",
     "ctranslate2": "voice",
@@ -140,7 +147,7 @@ def load_graph(config: PipelineConfig) -> tuple[Graph, dict[str, type[Stage]]]:
         except ConfigError as error:
             key = f"stage.{stage.name}.use"
             raise ConfigError(f"{config.file}: {key}: {error.message}", hint=error.hint, param=key) from error.__cause__
-        parse_args(kind, stage, config.file)
+        kinds[stage.name] = kind.configured(parse_args(kind, stage, config.file))
     return Graph((Node.of(stage, kinds[stage.name]) for stage in config.stages), config.file), kinds
 
 

@@ -57,6 +57,7 @@ class Request(msgspec.Struct):
       speak       voice: str, speed: float, language: str            text arrives as text chunks
       transcribe  language: str, prompt: str, temperature: float, timestamps: bool     audio arrives as audio chunks
       listen      threshold: float, prefix_padding_ms: int, silence_duration_ms: int    audio and event chunks arrive
+      image, video, audio     see `stages/diffusion/params.py`: prompt, size, num_inference_steps, guidance_scale, seed, n ...
     """
 
     id: str
@@ -130,6 +131,11 @@ class Stage:
     def __init__(self, args: Any, context: Context) -> None:
         self.args = args
         self.context = context
+
+    @classmethod
+    def configured(cls, args: Any) -> type[Stage]:
+        """The class that these arguments ask for: this one, or a subclass that declares other ports and tasks."""
+        return cls
 
     def load(self) -> None:
         """Import, read weights, warm up. Blocking; on the compute thread."""
