@@ -58,6 +58,7 @@ class DiffusionPipeline(EngineStage):
     args: DiffusionArgs
     accepts: Accepts
     limits: Limits
+    sample_rate_hz: int  # of its sound, also beside a video; 0: it makes none
 
     @classmethod
     def configured(cls, args: DiffusionArgs) -> type[Stage]:
@@ -72,6 +73,7 @@ class DiffusionPipeline(EngineStage):
             context.model_path(args.model), dtype=args.dtype, device=context.device, threads=context.threads, progress=context.progress
         )
         given = given_of(pipeline, args.task)
+        self.sample_rate_hz = given.sample_rate_hz
         accepts = accepts_of(pipeline)
         self.accepts = msgspec.structs.replace(accepts, frames_per_s=args.fps or accepts.frames_per_s)
         self.limits = Limits(
@@ -134,6 +136,7 @@ class DiffusionPipeline(EngineStage):
             "qualities": sorted(self.accepts.qualities),
             "loras": sorted(self.accepts.loras),
             "fps": self.accepts.frames_per_s,
+            "sample_rate_hz": self.sample_rate_hz,
             **limits,
         }
 
