@@ -11,17 +11,9 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.gateway.pictures import claimed, picture, pixels
+
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
-
-
-def pixels(data):
-    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def picture(width=32, height=16, mode="RGB", colour=(10, 20, 30), image_format="PNG", **more):
-    file = io.BytesIO()
-    Image.new(mode, (width, height), colour).save(file, image_format, **more)
-    return file.getvalue()
 
 
 async def test_images_come_in_order_of_their_seeds(openai_studio):
@@ -127,13 +119,6 @@ async def test_what_can_not_be_drawn_is_refused_before_any_work(studio_http, bod
     async with studio_http.post(GENERATIONS, json={"prompt": "a cat", **body}) as response:
         error = (await response.json())["error"]
     assert (response.status, error["param"], error["type"]) == (status, param, "invalid_request_error")
-
-
-def claimed(width, height):
-    """A PNG of a few bytes that says it is this big."""
-    data = bytearray(picture(8, 8))
-    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    return bytes(data)
 
 
 @pytest.mark.parametrize(
