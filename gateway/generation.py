@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +30,22 @@ OPENAI_QUALITIES = {"low": "fast", "medium": "high", "standard": "high", "hd": "
 
 
 def facts_of(client: Client, task: str) -> dict[str, Any]:
-    """What the stages on the way of `task` say of themselves, the first on the way before those behind it; {} when none is ready."""
+    """What the stages on the way of `task` say of themselves, together; {} when none is ready."""
+    return together([client.describe(stage) for stage in client.tasks()[task].stages])
+
+
+def together(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a limit the least, of lists what any has, of the rest what the first on the way says."""
     facts: dict[str, Any] = {}
-    for stage in reversed(client.tasks()[task].stages):
-        facts |= client.describe(stage)
+    for one in told:
+        for name, value in one.items():
+            known = facts.get(name, value)
+            if name.startswith("max_"):
+                facts[name] = min(known, value)
+            elif isinstance(value, list):
+                facts[name] = [*known, *(item for item in value if item not in known)]
+            else:
+                facts[name] = known
     return facts
 
 

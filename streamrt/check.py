@@ -6,6 +6,7 @@ meant so, or is only missing on this machine, is a warning.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -142,7 +143,9 @@ def _missing(config: PipelineConfig, classes: dict[str, type[Stage]]) -> list[st
         args = parse_args(classes[stage.name], stage, config.file)
         for source in filter(None, (getattr(args, field) for field in classes[stage.name].models)):
             try:
-                weights.resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}")
+                model = weights.resolve(source, config.folder, fetch_line=f"streamrt fetch {config.file}")
+                remarks = classes[stage.name].remarks(args, model if isinstance(model, Path) else None)
+                warnings += [f"stage {quote(stage.name)}: {remark}" for remark in remarks]
             except ConfigError as error:
                 hint = f": {error.hint}" if error.hint else ""
                 warnings.append(f"stage {quote(stage.name)}: {error.message}{hint}")

@@ -135,10 +135,16 @@ def load_class(use: str, folder: Path | str | None = None) -> type[Stage]:
 
 
 def parse_args(kind: type[Stage], stage: StageConfig, file: Path | str = "pipeline.toml") -> Any:
-    """`[stage.args]` as the class's `Args`; strict. A `Path` among them is made absolute, from the folder of `file`."""
+    """`[stage.args]` as the class's `Args`; strict. Paths among them, also in a table, are made absolute, from the folder of `file`."""
     args = convert(stage.args, kind.Args, Where(str(file)), f"stage.{stage.name}.args")
-    paths = {f.name: getattr(args, f.name) for f in msgspec.structs.fields(args) if isinstance(getattr(args, f.name), Path)}
-    return msgspec.structs.replace(args, **{name: Path(file).absolute().parent / path.expanduser() for name, path in paths.items()})
+    folder = Path(file).absolute().parent
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: absolute(inner) for key, inner in value.items()}
+        return folder / value.expanduser() if isinstance(value, Path) else value
+
+    return msgspec.structs.replace(args, **{f.name: absolute(getattr(args, f.name)) for f in msgspec.structs.fields(args)})
 
 
 def load_graph(config: PipelineConfig) -> tuple[Graph, dict[str, type[Stage]]]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -136,6 +137,11 @@ class Stage:
     def configured(cls, args: Any) -> type[Stage]:
         """The class that these arguments ask for: this one, or a subclass that declares other ports and tasks."""
         return cls
+
+    @classmethod
+    def remarks(cls, args: Any, model: Path | None) -> list[str]:
+        """What `streamrt check` should say of these arguments and the model they name (None: it is not here). No heavy imports."""
+        return []
 
     def load(self) -> None:
         """Import, read weights, warm up. Blocking; on the compute thread."""

@@ -33,13 +33,12 @@ SHARED = ("img_ids", "txt_ids", "image_rotary_emb", "rotary_embedding", "freqs_c
 class Call:
     """One call that a request waits for."""
 
-    def __init__(self, module: str, context: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, kind: str = "") -> None:
-        self.module = module  # name of the component
-        self.context = context  # diffusers' cache context around it: "cond", "uncond" ...; "" for none
+    def __init__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
         self.args = args
         self.kwargs = kwargs
         self.rows = _rows(args, kwargs)
-        self.masked = MASKED.get(kind, {})
+        self.masked = MASKED.get(type(module).__name__, {})
 
 
 class Digests:
@@ -78,7 +77,7 @@ def key(call: Call, digests: Digests) -> Hashable:
     positional = tuple(sign("", value) for value in call.args)
     named = tuple((name, sign(name, value)) for name, value in call.kwargs.items() if name not in padded)
     masks = tuple((name, call.kwargs[name].shape[2:]) for name in call.masked if isinstance(call.kwargs.get(name), torch.Tensor))
-    return call.module, positional, named, masks
+    return id(call.module), positional, named, masks
 
 
 class Merged:

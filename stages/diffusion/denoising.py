@@ -19,6 +19,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import greenlet
@@ -48,6 +49,9 @@ class Denoising(Protocol):
 
 # (steps done, steps in all, latents as the scheduler left them)
 OnStep = Callable[[int, int, torch.Tensor], None]
+
+# A denoiser, timestep=a function that says where the request is -> what is called in its place, by this request alone
+Twin = Callable[..., Any]
 
 
 def denoiser_names(pipeline: Any) -> list[str]:
@@ -81,14 +85,24 @@ class Whole:
 class Stepwise:
     """`Denoising` of any pipeline, denoiser call by denoiser call."""
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep) -> None:
+    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, twin: Twin | None = None) -> None:
+        """`twin` makes the denoisers that are called in place of the pipeline's: one for each of them and each of its cache contexts."""
         own = own_copy(pipeline, on_step)
+        schedule = own.scheduler
+
+        def timestep() -> int:
+            return int(schedule.timesteps[min(schedule.steps_done, len(schedule.timesteps) - 1)])
+
         for name in denoiser_names(pipeline):
-            object.__setattr__(own, name, _Denoiser(name, getattr(pipeline, name)))
+            real = getattr(pipeline, name)
+            object.__setattr__(own, name, _Denoiser(real, partial(twin, real, timestep=timestep) if twin else partial(_same, real)))
+        self.decoder: _Decoder | None = None
         if getattr(pipeline, "vae", None) is not None:
-            object.__setattr__(own, "vae", _Decoder(pipeline.vae))
+            self.decoder = _Decoder(pipeline.vae)
+            object.__setattr__(own, "vae", self.decoder)
         self._greenlet = greenlet.greenlet(lambda: own(**arguments))
         self._waits: Call | None = None
+        self._output: Any = None
 
     def prepare(self) -> None:
         self._switch()
@@ -181,16 +195,23 @@ class _StandIn:
         return getattr(self._real, name)
 
 
+def _same(module: Any) -> Any:
+    return module
+
+
 class _Denoiser(_StandIn):
     """Calling it asks the engine for the result."""
 
-    def __init__(self, name: str, real: Any) -> None:
+    def __init__(self, real: Any, make: Callable[[], Any]) -> None:
         super().__init__(real)
-        self._name = name
+        self._make = make  # what is called, for one cache context
+        self._made: dict[str, Any] = {}
         self._context = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _ask(Call(self._name, self._context, args, kwargs, kind=type(self._real).__name__))
+        if self._context not in self._made:
+            self._made[self._context] = self._make()
+        return _ask(Call(self._made[self._context], args, kwargs))
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **where: Any) -> Iterator[None]:
@@ -204,7 +225,12 @@ class _Denoiser(_StandIn):
 class _Decoder(_StandIn):
     """Decoding starts when the engine says so."""
 
+    def __init__(self, real: Any) -> None:
+        super().__init__(real)
+        self.asked: tuple[Any, ...] = ()  # what it is to decode
+
     def decode(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked = args
         _ask(None)
         return self._real.decode(*args, **kwargs)
 

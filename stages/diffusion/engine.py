@@ -24,8 +24,9 @@ import torch
 
 from stages.diffusion.batch import Call, Digests, Merged, key
 from stages.diffusion.denoising import Denoising, OnStep
+from stages.diffusion.lora import Wanted
 from stages.diffusion.output import Given, chunks_of, image_of, preview_chunk
-from stages.diffusion.params import Job
+from stages.diffusion.params import MAX_PROMPT_CHARS, Job
 from stages.diffusion.scheduler import StepScheduler
 from streamrt import BadRequest, Chunk, Output, Overloaded, Request, StageFailed, StreamrtError, TooLong, event_chunk
 
@@ -43,6 +44,7 @@ class Inputs:
     def __init__(self) -> None:
         self.text = ""
         self.images: dict[str, list[Any]] = {}  # role -> PIL images
+        self.encoded: Chunk | None = None  # of an encoder stage
 
     @property
     def count(self) -> int:
@@ -83,20 +85,22 @@ class Asked:
 class DiffusionEngine:
     """Implements `streamrt.Engine`; `params` of `submit` is a `Job`."""
 
-    def __init__(self, modules: dict[str, Any], make: Make, given: Given, scheduler: StepScheduler, *, max_input_pixels: int) -> None:
+    def __init__(
+        self, make: Make, use_adapters: Callable[[Wanted], None], given: Given, scheduler: StepScheduler, *, max_input_pixels: int
+    ) -> None:
         """
         Args:
-            modules: the denoisers by component name.
             make: starts one piece of a request.
+            use_adapters: called with a job's LoRAs before anything is computed for it.
             given: what the pipeline's output is made of.
             scheduler: whose turn it is.
             max_input_pixels: of one input image.
         """
-        self.modules = modules
         self.scheduler = scheduler
         self.calls = 0
         self.rows = 0
         self._make = make
+        self._use_adapters = use_adapters
         self._given = given
         self._max_input_pixels = max_input_pixels
         self._asked: dict[str, Asked] = {}
@@ -114,8 +118,10 @@ class DiffusionEngine:
         asked = self._asked[request_id]
         if chunk.modality == "text" and asked.job.prompt is None:
             asked.inputs.text += chunk.text
-            if len(asked.inputs.text) > 32_000:
-                raise TooLong("prompt: longer than 32000 characters", param="prompt")
+            if len(asked.inputs.text) > MAX_PROMPT_CHARS:
+                raise TooLong(f"prompt: longer than {MAX_PROMPT_CHARS} characters", param="prompt")
+        elif chunk.modality == "hidden":
+            asked.inputs.encoded = chunk.copy()  # small, and not to be kept in the encoder's memory
         elif chunk.modality == "image":
             if asked.inputs.count >= MAX_INPUT_IMAGES:
                 raise BadRequest(f"image: more than {MAX_INPUT_IMAGES} in one request", param="image")
@@ -127,7 +133,7 @@ class DiffusionEngine:
         if asked is None or asked.pieces:
             return
         job = asked.job
-        if job.needs_prompt and not (job.prompt or asked.inputs.text).strip():
+        if job.needs_prompt and asked.inputs.encoded is None and not (job.prompt or asked.inputs.text).strip():
             raise BadRequest("prompt: there is none", param="prompt")
         if asked.inputs.images and not job.takes_image:
             raise BadRequest("image: this model takes none", param="image")
@@ -189,6 +195,7 @@ class DiffusionEngine:
         assert piece.denoising is not None
         began = time.perf_counter()
         try:
+            self._use_adapters(asked.job.lora)
             made = piece.denoising.finish()
             if made is None:
                 self._look(piece)
@@ -220,6 +227,7 @@ class DiffusionEngine:
                 asked.say(preview_chunk(latents, self._given, asked.job, piece.index, step))
 
         try:
+            self._use_adapters(asked.job.lora)
             piece.denoising = self._make(asked.job, asked.job.seeds[piece.index], asked.inputs, on_step)
             piece.denoising.prepare()
             self._look(piece)
@@ -265,12 +273,13 @@ class DiffusionEngine:
         return pieces
 
     def _call(self, pieces: list[Piece]) -> list[Any]:
-        """One call of a module for all of `pieces`."""
+        """One call of a module for all of `pieces`, which want the same adapters."""
+        self._use_adapters(pieces[0].request.job.lora)
         calls = [piece.call for piece in pieces if piece.call is not None]
         merged = Merged(calls)
         self.calls += 1
         self.rows += sum(call.rows for call in calls)
-        return merged.split(self.modules[calls[0].module](*merged.args, **merged.kwargs))
+        return merged.split(calls[0].module(*merged.args, **merged.kwargs))
 
     def _call_alone(self, piece: Piece) -> Any:
         """The result of its call, or what it raised."""
@@ -286,7 +295,7 @@ class DiffusionEngine:
         if piece.call is None:
             self._finishing.append(piece)
         else:
-            self.scheduler.wait(piece.name, key(piece.call, piece.digests), piece.call.rows)
+            self.scheduler.wait(piece.name, (piece.request.job.lora, key(piece.call, piece.digests)), piece.call.rows)
 
     # -- ends
 

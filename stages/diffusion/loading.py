@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.diffusion.cut import NEED_IMAGE, read_index
 from stages.diffusion.output import Given
 from stages.diffusion.params import Accepts
 from streamrt import ConfigError
 
 DEFAULT_FPS = 16.0
 
-# Edits and image-to-video: their signature calls the image optional and their code does not.
-NEED_IMAGE = ("Edit", "ImageToVideo", "Img2Img", "Inpaint", "Kontext")
 
-
-def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callable[[str], None]) -> Any:
-    """The pipeline in `source`, a folder in diffusers' layout, in evaluation mode on `device`.
+def load(
+    source: Any, *, part: str = "all", dtype: str, device: str, moves: bool = True, threads: int, progress: Callable[[str], None]
+) -> Any:
+    """The pipeline in `source`, a folder in diffusers' layout, in evaluation mode; on `device` when it `moves` there. Of a `part`, other
+    parts' components are shapes without weights.
 
     Blocks for seconds to minutes.
     Raises:
@@ -47,23 +47,29 @@ def load(source: Any, *, dtype: str, device: str, threads: int, progress: Callab
     logging.set_verbosity_error()
     chosen = pick_dtype(dtype, device)
     progress(f"reading weights as {chosen}")
+    kind: torch.dtype = getattr(torch, chosen)
     try:
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(
-            path, dtype=getattr(torch, chosen), local_files_only=True, **extra_components(path)
-        )
+        others = extra_components(path)
+        if part != "all":
+            from stages.diffusion.parts import shapes_of_others
+
+            others |= shapes_of_others(path, part, kind)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(path, dtype=kind, local_files_only=True, **others)
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, ImportError) as error:  # diffusers' ways to say so
         raise ConfigError(f"{path}: not a pipeline that diffusers can load: {error}", param="model") from error
-    for part in pipeline.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.eval().requires_grad_(False)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.eval().requires_grad_(False)
+            if moves and not any(tensor.is_meta for tensor in component.parameters()):
+                component.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device)
+    return pipeline
 
 
 def extra_components(folder: Path) -> dict[str, Any]:
     """Components of the checkpoint in `folder` that the libraries here can not build, and ours can."""
-    index = json.loads((folder / "model_index.json").read_text())
-    if index.get("processor", [None, None])[1] == "Qwen2VLProcessor" and importlib.util.find_spec("torchvision") is None:
+    index = read_index(folder)
+    if (index.get("processor") or [None, None])[1] == "Qwen2VLProcessor" and importlib.util.find_spec("torchvision") is None:
         from stages.diffusion.processor import QwenVLProcessor
 
         return {"processor": QwenVLProcessor.from_folder(folder / "processor")}

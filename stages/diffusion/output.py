@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stages.diffusion.params import Job
+from stages.diffusion.parts import Undecoded
 from streamrt import BadRequest, Chunk, StageFailed
 
 VIDEO_CHUNK_BYTES = 16 << 20
@@ -35,17 +36,31 @@ class Given(msgspec.Struct, frozen=True):
 def chunks_of(made: Any, given: Given, job: Job, index: int) -> Iterator[Chunk]:
     """The chunks of one piece. Raises StageFailed when the pipeline gave something else."""
     meta = {"index": index, "seed": job.seeds[index]}
+    if isinstance(made, Undecoded):
+        yield made.chunk(fps=job.fps or given.fps, **meta)
+    elif given.task != "audio":
+        yield from picture_chunks(made, given, job.fps or given.fps, meta)
+    elif (audio := _field(made, "audios", "audio")) is not None:
+        yield from _audio(audio[0], given.sample_rate_hz, meta)
+    else:
+        raise _something_else(made, given)
+
+
+def picture_chunks(made: Any, given: Given, fps: float, meta: dict[str, Any]) -> Iterator[Chunk]:
+    """The chunks of an image, or of a video and its sound."""
     if given.task == "image" and (images := _field(made, "images")) is not None:
         for image in images:
             yield Chunk("image", {"image": pixels(image)}, port="image", meta=meta)
     elif given.task == "video" and (frames := _field(made, "frames")) is not None:
-        yield from _video(np.asarray(_array(frames[0])), job.fps or given.fps, meta)
+        yield from _video(np.asarray(_array(frames[0])), fps, meta)
         if (audio := _field(made, "audio", "audios")) is not None:
             yield from _audio(audio[0], given.sample_rate_hz, meta)
-    elif given.task == "audio" and (audio := _field(made, "audios", "audio")) is not None:
-        yield from _audio(audio[0], given.sample_rate_hz, meta)
     else:
-        raise StageFailed(f"{given.pipeline} gave {type(made).__name__}, expected {given.task}")
+        raise _something_else(made, given)
+
+
+def _something_else(made: Any, given: Given) -> StageFailed:
+    return StageFailed(f"{given.pipeline} gave {type(made).__name__}, expected {given.task}")
 
 
 def pixels(values: Any) -> np.ndarray:

@@ -22,6 +22,7 @@ from streamrt import BadRequest, TooLong
 Count = Annotated[int, Meta(ge=1)]
 Quality = Literal["lossless", "high", "fast"]
 MAX_SEED = 2**63 - 1
+MAX_PROMPT_CHARS = 32_000
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 
 # What a request says -> what diffusers' pipelines call it, the first of these that the pipeline has.
@@ -47,11 +48,11 @@ class Limits(msgspec.Struct, frozen=True):
     max_frames: int = 1025
     max_seconds: float = 300.0  # of audio
     max_images: int = 10
-    max_prompt_chars: int = 32_000
     steps: int | None = None  # None: the pipeline's own default. So are the next three
     width: int | None = None
     height: int | None = None
     guidance_scale: float | None = None
+    quality: Quality = "lossless"
 
 
 class Accepts(msgspec.Struct, frozen=True):
@@ -141,16 +142,16 @@ def parse(task: str, params: Mapping[str, Any], limits: Limits, accepts: Accepts
         name = path.rstrip("`").partition("[")[0]
         raise BadRequest(f"{name or 'params'}: {what[0].lower()}{what[1:]}", param=name) from None
     for name in ("prompt", "negative_prompt"):
-        if len(getattr(asked, name) or "") > limits.max_prompt_chars:
-            raise TooLong(f"{name}: longer than {limits.max_prompt_chars} characters", param=name)
+        if len(getattr(asked, name) or "") > MAX_PROMPT_CHARS:
+            raise TooLong(f"{name}: longer than {MAX_PROMPT_CHARS} characters", param=name)
     arguments = _arguments(asked, limits, accepts)
     steps = arguments.get("num_inference_steps", accepts.steps)
     _at_most("num_inference_steps", steps, limits.max_steps)
     images = asked.n or 1
     _at_most("n", images, limits.max_images)
     seed = asked.seed if asked.seed is not None else secrets.randbelow(2**31)
-    if accepts.by_class:
-        arguments["class_labels"] = [_label(asked, accepts)]
+    if accepts.by_class and (asked.class_label is not None or asked.prompt is not None):
+        arguments["class_labels"] = [label_of(asked.class_label, asked.prompt or "", accepts)]
     return Job(
         task=task,
         seeds=tuple((seed + index) % (MAX_SEED + 1) for index in range(images)),
@@ -163,7 +164,7 @@ def parse(task: str, params: Mapping[str, Any], limits: Limits, accepts: Accepts
         fps=asked.fps or accepts.frames_per_s,
         previews=asked.previews or 0,
         lora=_loras(asked.lora, accepts),
-        quality=_quality(asked.quality, accepts),
+        quality=_quality(asked.quality, limits, accepts),
         priority=asked.priority or 0,
     )
 
@@ -240,9 +241,9 @@ def _frames(asked: _Params, limits: Limits, accepts: Accepts) -> int | None:
     return frames
 
 
-def _label(asked: _Params, accepts: Accepts) -> int:
-    """The class to draw: a number, a name, or the one name that the prompt holds as a word."""
-    label, known = asked.class_label, accepts.labels
+def label_of(label: int | str | None, prompt: str, accepts: Accepts) -> int:
+    """The class to draw: a number, a name, or the one name that the prompt holds as a word. Raises BadRequest."""
+    known = accepts.labels
     names = ", ".join(list(known)[:12]) + (" ..." if len(known) > 12 else "")
     if isinstance(label, int):
         if known and label not in known.values():
@@ -252,8 +253,7 @@ def _label(asked: _Params, accepts: Accepts) -> int:
         if label not in known:
             raise BadRequest(f'class_label: got "{label}", expected one of {names or "the numbers of the classes"}', param="class_label")
         return known[label]
-    text = asked.prompt or ""
-    found = {known[name] for name in known if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE)}
+    found = {known[name] for name in known if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", prompt, re.IGNORECASE)}
     if len(found) != 1:
         raise BadRequest(f"prompt: expected the name of exactly one class in it: {names or 'this model has no names'}", param="prompt")
     return found.pop()
@@ -270,9 +270,9 @@ def _loras(asked: str | list[_Lora] | None, accepts: Accepts) -> tuple[tuple[str
     return tuple(sorted((lora.name, lora.scale) for lora in loras))
 
 
-def _quality(asked: str | None, accepts: Accepts) -> str:
+def _quality(asked: str | None, limits: Limits, accepts: Accepts) -> str:
     if asked in (None, "auto"):
-        return "lossless"
+        return limits.quality
     if asked not in accepts.qualities:
         have = ", ".join(sorted(accepts.qualities))
         raise BadRequest(f'quality: got "{asked}", this stage has {have}', param="quality")

@@ -8,43 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Meta
 
+from stages.diffusion.apart import DECODERS, ENCODERS, call_arguments
+from stages.diffusion.args import DiffusionArgs
+from stages.diffusion.cut import read_index, why_not
 from stages.diffusion.params import Accepts, Job, Limits, parse
-from streamrt import BadRequest, Chunk, ConfigError, EngineStage, Request, Stage
+from streamrt import Chunk, ConfigError, EngineStage, Request, Stage
 
 if TYPE_CHECKING:
     from stages.diffusion.denoising import Denoising, OnStep
     from stages.diffusion.engine import DiffusionEngine, Inputs
-
-Count = Annotated[int, Meta(ge=1)]
-
-
-class DiffusionArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: str  # a folder in diffusers' layout, weights:NAME, or a hub id in the local cache
-    task: Literal["image", "video", "audio"] = "image"  # what the pipeline makes
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on the CPU, else bfloat16
-    mode: Literal["step", "request"] = "step"  # request: one after the other, each in one piece; for pipelines without a known denoiser
-    max_running: Count = 8  # images that are denoised side by side; each holds its latents
-    max_queued: Count = 64  # images that wait for that; one more is refused
-    max_batch: Count = 16  # rows of one denoiser call; guidance makes two rows of an image in some pipelines
-    window_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0  # an idle engine waits so long for others after the first request of a burst
-    # Of requests that name none; the pipeline's own when left out.
-    steps: Count | None = None
-    width: Count | None = None
-    height: Count | None = None
-    guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
-    fps: Annotated[float, Meta(gt=0, le=240)] | None = None
-    # The most that a request may ask for; checked before any work.
-    max_steps: Count = 100
-    max_side: Count = 4096  # pixels
-    max_pixels: Count = 4096 * 4096
-    max_frames: Count = 1025
-    max_seconds: Annotated[float, Meta(gt=0)] = 300.0
-    max_images: Count = 10
 
 
 class DiffusionPipeline(EngineStage):
@@ -62,55 +40,80 @@ class DiffusionPipeline(EngineStage):
 
     @classmethod
     def configured(cls, args: DiffusionArgs) -> type[Stage]:
-        return {"image": ImageStage, "video": VideoStage, "audio": AudioStage}[args.task]
+        if args.part == "encoder":
+            return ENCODERS[args.task]
+        if args.part == "decoder":
+            return DECODERS[args.task]
+        return DenoiserStage if args.part == "denoiser" else {"image": ImageStage, "video": VideoStage, "audio": AudioStage}[args.task]
+
+    @classmethod
+    def remarks(cls, args: DiffusionArgs, model: Path | None) -> list[str]:
+        reason = why_not(read_index(model), args.task) if model is not None and args.part != "all" else ""
+        return [f'part = "{args.part}": this pipeline stays one stage: {reason}'] if reason else []
 
     def make_engine(self) -> DiffusionEngine:
         args, context = self.args, self.context
-        # 1. the pipeline, and what it can do
+        # 1. the pipeline
+        from stages.diffusion.acceleration import accelerate
+        from stages.diffusion.caches import Caches
+        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
         from stages.diffusion.loading import accepts_of, given_of, load
+        from stages.diffusion.lora import Adapters
+        from stages.diffusion.parts import Uncoded, encoded_of
 
+        model = context.model_path(args.model)
+        if args.part != "all" and (reason := why_not(read_index(Path(model)), args.task)):
+            raise ConfigError(f"part: this pipeline stays one stage: {reason}", hint='set part = "all"', param="part")
         pipeline = load(
-            context.model_path(args.model), dtype=args.dtype, device=context.device, threads=context.threads, progress=context.progress
+            model,
+            part=args.part,
+            dtype=args.dtype,
+            device=context.device,
+            moves=args.offload == "none",
+            threads=context.threads,
+            progress=context.progress,
         )
         given = given_of(pipeline, args.task)
         self.sample_rate_hz = given.sample_rate_hz
-        accepts = accepts_of(pipeline)
-        self.accepts = msgspec.structs.replace(accepts, frames_per_s=args.fps or accepts.frames_per_s)
-        self.limits = Limits(
-            max_steps=args.max_steps,
-            max_side=args.max_side,
-            max_pixels=args.max_pixels,
-            max_frames=args.max_frames,
-            max_seconds=args.max_seconds,
-            max_images=args.max_images,
-            steps=args.steps,
-            width=args.width,
-            height=args.height,
-            guidance_scale=args.guidance_scale,
-        )
-        # 2. how a request becomes a call
-        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
-
         names = denoiser_names(pipeline)
+        denoisers = {name: getattr(pipeline, name) for name in names}
         if args.mode == "step" and not names:
-            raise ConfigError(
-                f"mode: {self.accepts.pipeline} has no component that is known to be its denoiser",
-                hint='set mode = "request"',
-                param="mode",
-            )
-        kind = Stepwise if args.mode == "step" else Whole
+            kind = type(pipeline).__name__
+            raise ConfigError(f"mode: {kind} has no component that is known to be its denoiser", hint='set mode = "request"', param="mode")
+        accelerate(pipeline, names, args, context.device)
+        adapters = Adapters(pipeline, args.loras, args.max_loras)
+        if args.cache != "none" and (args.mode == "request" or args.offload != "none" or args.compile):
+            raise ConfigError('cache: can not be combined with mode = "request", offload or compile', param="cache")
+        if args.cache == "none" and args.quality != "lossless":
+            raise ConfigError(f'quality: "{args.quality}" needs a cache', hint='set cache = "first_block", or another', param="quality")
+        caches = Caches(args.cache, denoisers, mag_ratios=args.mag_ratios) if args.cache != "none" else None
+        # 2. what a request may ask, and how it becomes a call
+        accepts = accepts_of(pipeline)
+        self.accepts = msgspec.structs.replace(
+            accepts,
+            frames_per_s=args.fps or accepts.frames_per_s,
+            loras=frozenset(args.loras),
+            qualities=frozenset({"lossless", "high", "fast"} if caches else {"lossless"}),
+        )
+        self.limits = args.limits
 
         def make(job: Job, seed: int, inputs: Inputs, on_step: OnStep) -> Denoising:
-            return kind(pipeline, call_arguments(self.accepts, job, seed, inputs), on_step)
+            arguments = call_arguments(self.accepts, job, seed, inputs)
+            if args.mode == "request":
+                return Whole(pipeline, arguments, on_step)
+            is_cached = caches is not None and job.quality != "lossless"
+            twin = partial(caches.twin, quality=job.quality, steps=job.steps) if caches is not None and is_cached else None
+            if inputs.encoded is None:
+                return Stepwise(pipeline, arguments, on_step, twin)
+            return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
 
         # 3. the engine around it
         from stages.diffusion.engine import DiffusionEngine
         from stages.diffusion.scheduler import StepScheduler
 
         scheduler = StepScheduler(args.max_running if args.mode == "step" else 1, args.max_queued, args.max_batch)
-        modules = {name: getattr(pipeline, name) for name in names}
         self._burst = Burst(args.window_ms / 1e3, args.max_running)
-        return DiffusionEngine(modules, make, given, scheduler, max_input_pixels=args.max_pixels)
+        return DiffusionEngine(make, adapters.use, given, scheduler, max_input_pixels=args.max_pixels)
 
     def parse(self, request: Request) -> Job:
         return parse(request.task, request.params, self.limits, self.accepts)
@@ -166,6 +169,13 @@ class AudioStage(DiffusionPipeline):
     tasks = ("audio",)
 
 
+class DenoiserStage(DiffusionPipeline):
+    """Between an encoder and a decoder stage, of any task."""
+
+    takes = {"hidden"}
+    gives = {"latents": "latents", "progress": "event"}
+
+
 class Burst:
     """Lets the requests of a burst start together: the first waits a little, and those that come meanwhile wait with it.
 
@@ -198,22 +208,3 @@ class Burst:
         go.set()
         if self._go is go:
             self._go = None
-
-
-def call_arguments(accepts: Accepts, job: Job, seed: int, inputs: Inputs) -> dict[str, Any]:
-    """What the pipeline is called with for one piece of `job`."""
-    import torch
-
-    arguments = dict(job.arguments)
-    if job.needs_prompt:
-        arguments["prompt"] = job.prompt or inputs.text
-    # On the CPU wherever the model is: the same seed is then the same noise on every device.
-    arguments["generator"] = torch.Generator("cpu").manual_seed(seed)
-    for role, argument in (("image", "image"), ("mask", "mask_image"), ("last", "last_image")):
-        if images := inputs.images.get(role):
-            if argument not in accepts.names:
-                raise BadRequest(f"image: {accepts.pipeline} takes none as {role}", param="image")
-            arguments[argument] = images[0] if len(images) == 1 else images
-    if "output_type" in accepts.names:
-        arguments["output_type"] = "np"
-    return arguments

@@ -1,4 +1,5 @@
-"""Every example runs. `03_voice` and `04_openai_client` are run by test_voice.py, which has their pipeline up."""
+"""Every example runs. `03_voice` and `04_openai_client` are run by test_voice.py, which has their pipeline up; `05_digits` by
+tests/stages/diffusion/test_digits.py, which trains it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_every_example_has_a_readme_and_a_test() -> None:
     folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and not path.name.startswith("__")}
-    assert folders == {"01_echo", "02_own_stage", "03_voice", "04_openai_client"}
+    assert folders == {"01_echo", "02_own_stage", "03_voice", "04_openai_client", "05_digits"}
     for folder in folders:
         assert (EXAMPLES / folder / "README.md").is_file()
         assert folder in (EXAMPLES / "README.md").read_text()
@@ -39,7 +40,7 @@ def test_02_a_stage_of_ones_own_runs_from_python() -> None:
     assert len(code) <= 20
 
 
-@pytest.mark.parametrize("name", ["01_echo", "02_own_stage", "03_voice"])
+@pytest.mark.parametrize("name", ["01_echo", "02_own_stage", "03_voice", "05_digits"])
 def test_every_pipeline_of_the_examples_checks(name: str) -> None:
     done = run_cli("check", str(EXAMPLES / name / "pipeline.toml"), "--json")
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.generation import check, check_takes_image, quality_of
+from gateway.generation import check, check_takes_image, quality_of, together
 from streamrt.errors import BadRequest
 
 
@@ -24,6 +24,18 @@ from streamrt.errors import BadRequest
 )
 def test_a_quality_is_a_floor(asked, known, given):
     assert quality_of(asked, known) == given
+
+
+def test_stages_on_one_way_speak_together():
+    encoder = {"max_steps": 100, "qualities": ["lossless"], "pipeline": "Flux", "needs_image": False}
+    denoiser = {"max_steps": 20, "qualities": ["lossless", "fast"], "pipeline": "Other", "fps": 8.0}
+    assert together([encoder, {}, denoiser]) == {
+        "max_steps": 20,
+        "qualities": ["lossless", "fast"],
+        "pipeline": "Flux",
+        "needs_image": False,
+        "fps": 8.0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ def test_a_class_is_named_by_number_by_name_or_in_the_prompt(params) -> None:
     assert parse("image", params, LIMITS, DIGITS).arguments["class_labels"] == [7]
 
 
-@pytest.mark.parametrize("params", [{}, {"prompt": "draw a 77"}, {"prompt": "7 or 10"}, {"class_label": 3}, {"class_label": "seven"}])
+@pytest.mark.parametrize(
+    "params", [{"prompt": ""}, {"prompt": "draw a 77"}, {"prompt": "7 or 10"}, {"class_label": 3}, {"class_label": "seven"}]
+)
 def test_a_class_that_is_not_clear_is_refused(params) -> None:
     with pytest.raises(BadRequest):
         parse("image", params, LIMITS, DIGITS)

@@ -1,0 +1,71 @@
+"""The example `05_digits` as a whole: trained, served, and read back by a classifier that has seen the same data."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("diffusers", reason="needs the extra streamrt[diffusion]")
+
+from streamrt import AsyncPipeline  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[3] / "examples/05_digits"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What train.py makes."""
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    done = subprocess.run([sys.executable, str(EXAMPLE / "train.py"), str(folder)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """(n, 32, 32, 3) uint8 -> (n,) digits."""
+    from sklearn.datasets import load_digits
+    from sklearn.svm import SVC
+
+    data = load_digits()
+    classifier = SVC(gamma=0.001, C=10).fit(data.data, data.target)
+
+    def read(images: np.ndarray) -> np.ndarray:
+        small = images[..., 0].reshape(len(images), 8, 4, 8, 4).mean((2, 4))
+        return classifier.predict(small.reshape(len(images), 64) / 255 * 16)
+
+    return read
+
+
+async def drawn(model: Path, *overrides: str, **params) -> tuple[np.ndarray, list[int]]:
+    """100 digits, ten requests at a time, ten images each."""
+    options = [f'stage.draw.args.model="{model}"', "stage.draw.args.max_queued=100", *overrides]
+    async with AsyncPipeline(EXAMPLE / "pipeline.toml", overrides=options) as pipeline:
+        asked = [pipeline.generate(f"draw a {digit}", n=10, seed=1000 * digit, timeout_s=300, **params) for digit in range(10)]
+        results = await asyncio.gather(*asked)
+    images = [chunk.tensors["image"] for result in results for chunk in result.chunks if chunk.modality == "image" and chunk.tensors]
+    return np.stack(images), [digit for digit in range(10) for _ in range(10)]
+
+
+async def test_at_least_95_of_100_served_digits_are_read_right(model: Path, reader) -> None:
+    images, expected = await drawn(model)
+    assert images.shape == (100, 32, 32, 3)
+    assert (reader(images) == expected).sum() >= 95
+
+
+def test_draw_prints_a_seven(model: Path, reader) -> None:
+    command = [sys.executable, str(EXAMPLE / "draw.py"), "draw a 7", "--model", str(model), "--seed", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, *rows = done.stdout.splitlines()
+    assert first == "denoised in 12 steps"
+    shades = " .:-=+*#%@"
+    grey = np.array([[shades.index(shade) for shade in row.ljust(32)] for row in rows]) * 255 // 9
+    assert reader(np.repeat(grey, 2, axis=0)[None, ..., None].astype(np.uint8)) == [7]
