@@ -133,5 +133,5 @@ def _check_size(size: str, facts: dict[str, Any]) -> None:
 
 
 def _at_most(name: str, value: float, limit: float | None) -> None:
-    if limit is not None and value > limit:
+    if limit is not None and not value <= limit:  # NaN is not
         raise BadRequest(f"{name}: got {value:g}, expected at most {limit:g}", param=name)

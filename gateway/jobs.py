@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = get_logger("gateway")
 
 KIND = "video"
+RETRY_S = 60.0  # after a store that could not be read
 
 
 class Ask(NamedTuple):
@@ -73,7 +74,11 @@ class VideoJobs:
     async def sweep(self) -> None:
         """Delete what expires, when it does; for ever."""
         while True:
-            next_s = await self._pool.run(self._store.sweep)
+            try:
+                next_s = await self._pool.run(self._store.sweep)
+            except OSError as error:
+                log.error("store.not_swept", error=error)
+                next_s = RETRY_S
             await asyncio.sleep(max(1.0, next_s))  # noqa: ASYNC110 - it is time that it waits for
 
     async def close(self) -> None:
@@ -83,7 +88,8 @@ class VideoJobs:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for item in left:
-            await self._end(item, Unavailable("the gateway was stopped while it made the video"))
+            if item.state["status"] not in ("completed", "failed"):
+                await self._end(item, Unavailable("the gateway was stopped while it made the video"))
 
     async def _create(self, ask: Ask) -> Item:
         room = ExitStack()

@@ -24,6 +24,7 @@ from streamrt.errors import BadRequest, ConfigError
 
 IMAGE_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 READABLE = ("PNG", "JPEG", "WEBP")
+ORIENTATION = 0x0112  # of EXIF
 # What Pillow's decoders raise when they stumble over a broken file.
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, struct.error, zlib.error)
 VIDEO_TYPE = "video/mp4"
@@ -54,13 +55,8 @@ class Upload(NamedTuple):
 
 def read_image(data: bytes, *, max_pixels: int, param: str) -> Upload:
     """Check an upload by decoding it; what its EXIF data says of its orientation is applied. Raises BadRequest."""
-    from PIL import ImageOps
-
-    image = _open(data, max_pixels, param)
-    upright = ImageOps.exif_transpose(image)
-    if image.getexif().get(0x0112, 1) != 1:
-        data = _png(upright)
-    return Upload(data, upright.width, upright.height)
+    image, is_turned = _open(data, max_pixels, param)
+    return Upload(_png(image) if is_turned else data, image.width, image.height)
 
 
 def read_mask(data: bytes, *, width: int, height: int, max_pixels: int, param: str) -> bytes:
@@ -70,25 +66,28 @@ def read_mask(data: bytes, *, width: int, height: int, max_pixels: int, param: s
     """
     from PIL import ImageOps
 
-    image = _open(data, max_pixels, param)
+    image, _ = _open(data, max_pixels, param)
     if image.size != (width, height):
         raise BadRequest(f"{param}: got {image.width}x{image.height}, expected the size of the image, {width}x{height}", param=param)
     has_alpha = "A" in image.getbands() or "transparency" in image.info
     return _png(ImageOps.invert(image.convert("RGBA").getchannel("A")) if has_alpha else image.convert("L"))
 
 
-def _open(data: bytes, max_pixels: int, param: str) -> Any:
+def _open(data: bytes, max_pixels: int, param: str) -> tuple[Any, bool]:
+    """The image, decoded and upright, and whether it had to be turned. Raises BadRequest."""
     Image = _pillow()
+    from PIL import ImageOps
+
     try:
         image = Image.open(io.BytesIO(data), formats=READABLE)
         width, height = image.size
         if width * height <= max_pixels:
             image.load()
+            is_turned = image.getexif().get(ORIENTATION, 1) != 1
+            return ImageOps.exif_transpose(image), is_turned
     except (*BROKEN, Image.DecompressionBombError) as error:
         raise BadRequest(f"{param}: this is not an image that can be read ({error})", hint="send png, jpeg or webp", param=param) from None
-    if width * height > max_pixels:
-        raise BadRequest(f"{param}: got {width}x{height}, expected at most {max_pixels} pixels", param=param)
-    return image
+    raise BadRequest(f"{param}: got {width}x{height}, expected at most {max_pixels} pixels", param=param)
 
 
 def _png(image: Any) -> bytes:

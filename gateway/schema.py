@@ -241,11 +241,11 @@ class VideoBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
     prompt: str
     model: str | None = None
-    seconds: Annotated[float, Meta(gt=0)] | None = None  # OpenAI sends it as text
+    seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # OpenAI sends it as text
     size: str | None = None
     input_reference: ImageReference | None = None
     num_frames: Annotated[int, Meta(ge=1)] | None = None  # extension: instead of `seconds`
-    fps: Annotated[float, Meta(gt=0, le=240)] | None = None  # extension
+    fps: Annotated[float, Meta(ge=1, le=240)] | None = None  # extension
 
 
 class SoundBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -253,7 +253,7 @@ class SoundBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
     input: str
     model: str | None = None
-    audio_length: Annotated[float, Meta(gt=0)] | None = None  # seconds
+    audio_length: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
     response_format: AudioFormat = "wav"
 
 

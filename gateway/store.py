@@ -20,12 +20,14 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from streamrt.errors import Overloaded
+from streamrt.errors import Overloaded, Unavailable
 from streamrt.rundir import process_started
 
 ID = re.compile(r"[a-z]{1,16}_[0-9a-f]{32}")  # nothing else becomes a path; 128 random bits, so who knows one was told
@@ -68,34 +70,30 @@ class Store:
         self._me = (os.getpid(), process_started(os.getpid()))
 
     def create(self, kind: str, state: dict[str, Any], content_type: str) -> Item:
-        """A new item, held by this process. Raises Overloaded when there is no room."""
+        """A new item, held by this process. Raises Overloaded when there is no room, Unavailable."""
         self.sweep()
         self._make_room(items=1)
         now = time.time()
         item = Item(f"{kind}_{secrets.token_hex(16)}", now, now + self._ttl_s, content_type, state, self._me)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self._folder / item.id).mkdir(mode=0o700)
+        with _writing(item.id):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / item.id).mkdir(mode=0o700)
         self.save(item)
         return item
 
     def save(self, item: Item) -> None:
-        """Write what it is now. Raises Gone."""
+        """Write what it is now. Raises Gone, Unavailable when the disk does not take it."""
         folder = self._folder / item.id
         draft = folder / f"{ITEM}.new"
-        try:
+        with _writing(item.id):
             draft.write_bytes(msgspec.json.encode(item))
             draft.rename(folder / ITEM)
-        except FileNotFoundError:
-            raise Gone(item.id) from None
 
     def append(self, item: Item, data: bytes) -> None:
-        """Add to its content. Raises Gone, Overloaded."""
+        """Add to its content. Raises Gone, Overloaded, Unavailable."""
         self._make_room(size=len(data), but=item.id)
-        try:
-            with open(self._folder / item.id / CONTENT, "ab") as file:
-                file.write(data)
-        except FileNotFoundError:
-            raise Gone(item.id) from None
+        with _writing(item.id), open(self._folder / item.id / CONTENT, "ab") as file:
+            file.write(data)
 
     def discard(self, item: Item) -> None:
         """Delete its content."""
@@ -187,3 +185,14 @@ class Store:
     @staticmethod
     def _is_expired(item: Item) -> bool:
         return item.expires_at <= time.time() and not item.is_held
+
+
+@contextmanager
+def _writing(item_id: str) -> Iterator[None]:
+    """Names what a write can fail of."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Gone(item_id) from None
+    except OSError as error:
+        raise Unavailable(f"results can not be kept: {error.strerror}", hint="STREAMRT_STATE_ROOT says where they go") from error
