@@ -114,7 +114,7 @@ def check_takes_image(facts: dict[str, Any], given: bool, param: str) -> None:
     """Raise BadRequest when the stages need an image that is not `given`, or take none that is."""
     model = facts.get("pipeline") or "this pipeline"
     if facts.get("needs_image") and not given:
-        raise BadRequest(f"{param}: missing, and {model} starts from one", hint="POST /v1/images/edits takes one", param=param)
+        raise BadRequest(f"{param}: missing, and {model} starts from one", param=param)
     if given and "accepts" in facts and "image" not in facts["accepts"]:
         raise BadRequest(f"{param}: {model} starts from none", param=param)
 

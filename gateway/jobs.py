@@ -75,6 +75,7 @@ class VideoJobs:
         """Delete what expires, when it does; for ever."""
         while True:
             try:
+                await self._pool.run(self._store.sweep_others)
                 next_s = await self._pool.run(self._store.sweep)
             except OSError as error:
                 log.error("store.not_swept", error=error)

@@ -144,6 +144,11 @@ class Store:
             shutil.rmtree(left, ignore_errors=True)
         return max(0.0, next_s)
 
+    def sweep_others(self) -> None:
+        """The same for runs of other names, which perhaps nobody starts again."""
+        for folder in self._folder.parent.parent.glob(f"*/{self._folder.name}"):
+            Store(folder, max_items=self._max_items, max_bytes=self._max_bytes, ttl_s=self._ttl_s).sweep()
+
     def _make_room(self, *, items: int = 0, size: int = 0, but: str = "") -> None:
         """Delete the oldest items that nobody works on until there is room. Raises Overloaded."""
         kept = self.items()

@@ -20,7 +20,13 @@ pytest.importorskip("diffusers", reason="needs the extra streamrt[diffusion]")
 from streamrt import Pipeline  # noqa: E402
 from tests.stages.diffusion.tiny import PIPELINES, build  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning"),
+]
 
 STAGE = """
 [[stage]]

@@ -259,12 +259,12 @@ async def test_an_image_is_drawn_from_coarse_to_fine(open_page: OpenPage) -> Non
         await page.get_by_role("tab", name="Chat").press("ArrowRight")
         await page.get_by_label("Description").fill("a cat, 100 ms a step")
         await page.keyboard.press("Enter")
-        await page.wait_for_function("document.getElementById('image').naturalWidth === 8")
-        await page.wait_for_function("document.getElementById('image').naturalWidth === 64")
+        await page.wait_for_function("() => document.getElementById('image').naturalWidth === 8")
+        await page.wait_for_function("() => document.getElementById('image').naturalWidth === 64")
         assert "64x48, seed 7" in await page.inner_text("#image-note")
         await page.get_by_label("Description").fill("fail at 2")
         await page.get_by_role("button", name="Draw").click()
-        await page.wait_for_function("document.getElementById('image-note').textContent.includes('told to fail')")
+        await page.wait_for_function("() => document.getElementById('image-note').textContent.includes('told to fail')")
 
 
 async def test_the_picture_shows_every_stage_and_its_state(open_page: OpenPage) -> None:

@@ -116,6 +116,16 @@ def test_an_item_whose_process_died_is_an_orphan(make):
         assert store.get(item.id).is_orphan
 
 
+def test_what_runs_of_other_names_left_expires_too(make, clock, tmp_path):
+    other = Store(tmp_path / "ended" / "store", max_items=3, max_bytes=100, ttl_s=10.0)
+    item = kept(other)
+    make().sweep_others()
+    assert other.content(item).parent.exists()
+    clock.now += 11
+    make().sweep_others()
+    assert not other.content(item).parent.exists()
+
+
 def test_who_writes_to_a_deleted_item_finds_it_gone(make):
     store = make()
     item = kept(store, finish=False)
