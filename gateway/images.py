@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -79,9 +80,9 @@ async def _answer(request: web.Request, body: ImageBody, form: Form | None, even
             item_id = await pool.run(_keep, request.app[STORE], image.file, pixels.IMAGE_TYPES[format_of(body)])
             datum["url"] = f"{request.scheme}://{request.host}/v1/images/{item_id}"
         else:
-            datum["b64_json"] = base64.b64encode(image.file).decode()
+            datum["b64_json"] = await pool.run(_base64, image.file)
     answer |= {"output_format": format_of(body), "size": images[0].size, "usage": USAGE}
-    return web.json_response(answer)
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
 
 class Image:
@@ -140,7 +141,7 @@ async def image_events(call: Call, body: ImageBody, event: str, pool: MediaPool)
         async for image in images:
             told = {
                 "type": f"{event}.partial_image" if image.is_preview else f"{event}.completed",
-                "b64_json": base64.b64encode(image.file).decode(),
+                "b64_json": await pool.run(_base64, image.file),
                 "created_at": int(time.time()),
                 "size": image.size,
                 "quality": body.quality or "auto",
@@ -157,6 +158,10 @@ async def image_events(call: Call, body: ImageBody, event: str, pool: MediaPool)
 
 def format_of(body: ImageBody) -> str:
     return body.output_format or "png"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def _keep(store: Store, data: bytes, content_type: str) -> str:

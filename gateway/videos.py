@@ -9,7 +9,7 @@ import base64
 import binascii
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from aiohttp import web
@@ -36,7 +36,7 @@ class ListQuery(msgspec.Struct):
     """What GET /v1/videos may be asked."""
 
     after: str = ""
-    limit: int = 20
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
 
 
@@ -66,7 +66,7 @@ async def list_videos(request: web.Request) -> web.Response:
         if query.after not in names:
             raise BadRequest(f'after: there is no video "{query.after[:80]}"', param="after")
         items = items[names.index(query.after) + 1 :]
-    page = items[: max(1, min(query.limit, 100))]
+    page = items[: query.limit]
     data = [jobs.told(item) for item in page]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return web.json_response({"object": "list", "data": data, **ends, "has_more": len(items) > len(page)})

@@ -60,7 +60,7 @@ def client(running: Pipeline) -> Iterator[openai.OpenAI]:
 
 def asked(name: str, **more: Any) -> dict[str, Any]:
     """What the tiny pipeline of that stage is asked in its own tests, as extensions of the body."""
-    params = {**PIPELINES[MADE[name]].params, **more}
+    params = {"num_inference_steps": 3, **PIPELINES[MADE[name]].params, **more}
     params.pop("prompt", None)
     if "width" in params:
         params["size"] = f"{params.pop('width')}x{params.pop('height')}"
