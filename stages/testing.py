@@ -230,41 +230,34 @@ class Steps(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Arguments of the three stages below, which follow the contract of the diffusion stages (docs/architecture.md) without a model."""
 
     steps: int = 4  # of a request that names none
-    step_ms: int = 0  # how long one takes
     max_steps: int = 100
     max_side: int = 1024
     max_pixels: int = 512 * 512
     max_frames: int = 240
     max_seconds: float = 30.0
     max_images: int = 4
-    needs_image: bool = False
     has_sound: bool = False  # of videos
 
 
 class _Denoising(Stage):
     """Steps that do nothing but take time and tell of themselves.
 
-    In the prompt "fail at N" raises at that step, "die at N" kills the process, and "N ms" is how long each takes.
+    In the prompt "fail at N" raises at that step, and "N ms" is how long each takes.
     """
 
     Args = Steps
     args: Steps
     takes = {"text", "image"}
     max_requests = 8
-    total = 0  # steps that this process has made
 
     async def denoise(self, request: Request, index: int) -> AsyncIterator[Chunk]:
         steps = request.param("num_inference_steps", self.args.steps)
-        told = re.search(r"(fail|die) at (\d+)", request.param("prompt", ""))
-        slow = re.search(r"(\d+) ms", request.param("prompt", ""))
-        step_s = (int(slow[1]) if slow else self.args.step_ms) / 1000
+        fails_at = re.search(r"fail at (\d+)", request.param("prompt", ""))
+        takes_ms = re.search(r"(\d+) ms", request.param("prompt", ""))
         previews = request.param("previews", 0)
         for step in range(1, steps + 1):
-            await asyncio.sleep(step_s)
-            self.total += 1
-            if told and int(told[2]) == step:
-                if told[1] == "die":
-                    os.kill(os.getpid(), signal.SIGKILL)
+            await asyncio.sleep(int(takes_ms[1]) / 1000 if takes_ms else 0)
+            if fails_at and int(fails_at[1]) == step:
                 raise RuntimeError(f"this stage was told to fail at step {step}")
             yield event_chunk("progress", port="progress", step=step, steps=steps, index=index)
             if previews and step % max(1, steps // (previews + 1)) == 0 and step < steps:
@@ -272,7 +265,7 @@ class _Denoising(Stage):
                 yield Chunk("image", {"image": grey}, port="image", meta={"index": index, "preview": True, "step": step})
 
     def describe(self) -> dict[str, Any]:
-        limits = ("max_steps", "max_side", "max_pixels", "max_frames", "max_seconds", "max_images", "needs_image")
+        limits = ("max_steps", "max_side", "max_pixels", "max_frames", "max_seconds", "max_images")
         return {
             "model": "script",
             "pipeline": type(self).__name__,
@@ -283,9 +276,6 @@ class _Denoising(Stage):
             "fps": 8.0,
             **{name: getattr(self.args, name) for name in limits},
         }
-
-    def state(self) -> dict[str, Any]:
-        return {"steps": self.total}
 
     def size(self, request: Request) -> tuple[int, int]:
         """(width, height)"""
@@ -327,7 +317,7 @@ class ScriptImage(_Denoising):
 
 
 class ScriptVideo(_Denoising):
-    """Frames of one colour, brighter from one to the next; with `has_sound` a tone of the same length after them."""
+    """Grey frames, each brighter than the one before; with `has_sound` a tone of the same length after them."""
 
     gives = {"video": "video", "audio": "audio", "progress": "event"}
     tasks = ("video",)
@@ -343,7 +333,7 @@ class ScriptVideo(_Denoising):
         count = request.param("num_frames", round(request.param("seconds", 2.0) * fps))
         width, height = self.size(request)
         for first in range(0, count, 4):
-            levels = np.arange(first, min(first + 4, count), dtype=np.uint8) * 8
+            levels = (np.arange(first, min(first + 4, count)) * 8 % 256).astype(np.uint8)
             frames = np.broadcast_to(levels[:, None, None, None], (len(levels), height, width, 3))
             yield Chunk("video", {"frames": frames}, port="video", fps=fps, meta={"index": 0, "frame": first, "frames": count})
         if self.args.has_sound:

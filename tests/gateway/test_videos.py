@@ -15,6 +15,17 @@ from tests.pipelines import up
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
 VIDEOS = "/v1/videos"
+KILLED = """
+[pipeline]
+name = "killed-gateway"
+[run]
+restart_delay_s = 0.05
+[[stage]]
+name = "c"
+use = "testing.video"
+[stage.args]
+has_sound = true
+"""
 
 
 def frames(data):
@@ -195,7 +206,7 @@ async def test_a_full_server_takes_no_more_jobs(studio_serving):
 
 @pytest.mark.slow
 async def test_jobs_survive_a_gateway_that_is_killed(run_folders):
-    with up('[pipeline]\nname = "killed-gateway"\n[run]\nrestart_delay_s = 0.05\n[[stage]]\nname = "c"\nuse = "testing.video"\n') as run:
+    with up(KILLED) as run:
         async with aiohttp.ClientSession(run.url) as http:
             async with http.post(VIDEOS, json={"prompt": "a cat"}) as response:
                 done = await finished(http, (await response.json())["id"])
@@ -210,5 +221,8 @@ async def test_jobs_survive_a_gateway_that_is_killed(run_folders):
             assert "gateway" in failed["error"]["message"]
             assert await finished(http, done["id"]) == done
             async with http.get(f"{VIDEOS}/{done['id']}/content") as response:
-                assert len(frames(await response.read())) == 16
+                data = await response.read()
+            assert len(frames(data)) == 16
+            with av.open(io.BytesIO(data)) as container:
+                assert 1.9 < sum(frame.samples for frame in container.decode(audio=0)) / 16_000 < 2.2
             run.wait_for(lambda: run.rows()["c#0"]["info"]["running"] == 0)  # and its work has ended
