@@ -105,8 +105,8 @@ def train(folder: Path, steps: int, decoder_steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=HERE / "model")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--decoder-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=750)
+    parser.add_argument("--decoder-steps", type=int, default=200)
     args = parser.parse_args()
     began = time.monotonic()
     train(args.folder, args.steps, args.decoder_steps)

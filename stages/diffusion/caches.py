@@ -32,6 +32,10 @@ STRENGTH: dict[str, dict[str, float]] = {
 }
 
 
+# What TaylorSeer predicts in a BasicTransformerBlock, whose parts it does not know by name.
+_BASIC_PARTS = [r"transformer_blocks\.\d+\.(attn1|ff)"]
+
+
 class Caches:
     """One cache, ready to be put on a pipeline's denoisers. Made at load; raises ConfigError there for what it can not do."""
 
@@ -43,7 +47,14 @@ class Caches:
         for component, module in denoisers.items():
             try:
                 self.twin(module, quality="fast", steps=8, timestep=lambda: 500)
-            except (ValueError, TypeError, AttributeError, KeyError, ImportError, AssertionError) as error:  # the libraries' ways to say no
+            except (
+                ValueError,
+                TypeError,
+                AttributeError,
+                LookupError,
+                ImportError,
+                AssertionError,
+            ) as error:  # the libraries' ways to say no
                 kind = type(module).__name__
                 raise ConfigError(f"cache: {name} can not be put on {component} ({kind}): {error}", param="cache") from error
 
@@ -82,14 +93,17 @@ class Caches:
             case "faster":
                 return diffusers.FasterCacheConfig(
                     spatial_attention_block_skip_range=int(strength),
-                    spatial_attention_timestep_skip_range=(-1, 901),
+                    spatial_attention_timestep_skip_range=(-1, timestep()),  # all but the first: there is nothing to reuse yet
                     current_timestep_callback=timestep,
                     attention_weight_callback=lambda _: 0.5,
                     is_guidance_distilled=True,  # the conditional and the unconditional call each have a twin
                 )
             case "taylorseer":
                 return diffusers.TaylorSeerCacheConfig(
-                    cache_interval=int(strength), disable_cache_before_step=2, taylor_factors_dtype=twin.dtype
+                    cache_interval=int(strength),
+                    disable_cache_before_step=2,
+                    taylor_factors_dtype=twin.dtype,
+                    cache_identifiers=_BASIC_PARTS if _is_basic(twin) else None,
                 )
             case _:
                 return diffusers.MagCacheConfig(threshold=strength, num_inference_steps=steps, mag_ratios=self._mag_ratios)
@@ -112,6 +126,26 @@ class _InContext:
             return self._module(*args, **kwargs)
 
 
+# Block class -> what its first norm makes of its input at this timestep; `given` are the arguments of its call by name.
+MODULATED: dict[str, Callable[[Any, dict[str, Any]], torch.Tensor]] = {
+    "BasicTransformerBlock": lambda block, given: block.norm1(
+        given["hidden_states"], given["timestep"], given["class_labels"], hidden_dtype=given["hidden_states"].dtype
+    )[0],
+    "FluxTransformerBlock": lambda block, given: block.norm1(given["hidden_states"], emb=given["temb"])[0],
+    "JointTransformerBlock": lambda block, given: block.norm1(given["hidden_states"], emb=given["temb"])[0],
+    "QwenImageTransformerBlock": lambda block, given: _scaled(
+        block.img_norm1(given["hidden_states"]), *block.img_mod(given["temb"])[:, None].chunk(6, dim=-1)[:2]
+    ),
+    "WanTransformerBlock": lambda block, given: _scaled(
+        block.norm1(given["hidden_states"].float()), *(block.scale_shift_table + given["temb"].float()).chunk(6, dim=1)[:2]
+    ),
+}
+
+
+def _scaled(normed: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return normed * (1 + scale) + shift
+
+
 class TeaCached:
     """TeaCache (Liu et al., 2024): when what enters the first block, modulated by the timestep, has changed little since the blocks last ran,
     all blocks are skipped and add what they added then.
@@ -122,77 +156,67 @@ class TeaCached:
     WARM_STEPS = 2  # computed at the start, whatever the change
 
     def __init__(self, twin: Any, threshold: float) -> None:
+        names = ("transformer_blocks", "blocks", "single_transformer_blocks")
+        blocks = [block for name in names for block in getattr(twin, name, None) or []]
+        kind = type(blocks[0]).__name__ if blocks else "none"
+        if kind not in MODULATED or (kind == "BasicTransformerBlock" and blocks[0].norm_type != "ada_norm_zero"):
+            raise ValueError(f"its first block is {kind}, expected one of {', '.join(MODULATED)}")
         self._twin = twin
         self._threshold = threshold
-        blocks = [block for name in ("transformer_blocks", "blocks", "single_transformer_blocks") for block in getattr(twin, name, [])]
-        if not blocks:
-            raise ValueError("it has no transformer blocks")
-        if len({type(block) for block in blocks}) > 1:
-            raise ValueError("its blocks are of several kinds")
-        first = blocks[0]
-        if not hasattr(first, "norm1"):
-            raise ValueError(f"its blocks ({type(first).__name__}) begin with no norm1")
-        parameters = list(inspect.signature(type(first).forward).parameters)[1:]
-        if parameters[0] != "hidden_states" or type(first).__name__ != "BasicTransformerBlock":
-            raise ValueError(f"its blocks ({type(first).__name__}) give more than hidden states")
         self._steps = 0
         self._change = 0.0
         self._seen: torch.Tensor | None = None  # the modulated input of the last step
-        self._added: torch.Tensor | None = None  # by the blocks, when they last ran
-        self._entered: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None  # this step's hidden states, before the blocks
+        self._added: torch.Tensor | None = None  # to them by the blocks, when they last ran
         self._skips = False
-        first.forward = self._first(first, first.forward)
-        for block in blocks[1:-1]:
-            block.forward = self._between(block.forward)
-        blocks[-1].forward = self._last(blocks[-1].forward) if len(blocks) > 1 else blocks[-1].forward
+        for place, block in enumerate(blocks):
+            block.forward = self._wrapped(block, block.forward, is_first=place == 0, is_last=place == len(blocks) - 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._twin(*args, **kwargs)
 
-    def _first(self, block: Any, forward: Any) -> Any:
-        def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            modulated = _modulated(block, hidden_states, kwargs)
-            self._skips = self._decide(modulated)
-            self._seen = modulated
-            self._entered = hidden_states
-            return hidden_states if self._skips else forward(hidden_states, *args, **kwargs)
+    def _wrapped(self, block: Any, forward: Callable[..., Any], *, is_first: bool, is_last: bool) -> Callable[..., Any]:
+        from diffusers.hooks._helpers import TransformerBlockRegistry
 
-        return run
+        known = TransformerBlockRegistry.get(type(block))
+        place, text_place = known.return_hidden_states_index, known.return_encoder_hidden_states_index
+        signature = inspect.signature(forward)
 
-    def _between(self, forward: Any) -> Any:
-        def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return hidden_states if self._skips else forward(hidden_states, *args, **kwargs)
-
-        return run
-
-    def _last(self, forward: Any) -> Any:
-        def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if self._skips:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            hidden_states = bound.arguments["hidden_states"]
+            if is_first:
+                self._begin(MODULATED[type(block).__name__](block, bound.arguments), hidden_states)
+            if not self._skips:
+                result = forward(*args, **kwargs)
+                if is_last:
+                    self._added = (result[place] if isinstance(result, tuple) else result) - self._entered
+                return result
+            if is_last:
                 assert self._added is not None
-                return hidden_states + self._added
-            result = forward(hidden_states, *args, **kwargs)
-            self._added = result - self._entered
-            return result
+                hidden_states = hidden_states + self._added
+            if text_place is None:
+                return hidden_states
+            given = {place: hidden_states, text_place: bound.arguments["encoder_hidden_states"]}
+            return given[0], given[1]
 
         return run
 
-    def _decide(self, modulated: torch.Tensor) -> bool:
-        """Whether this step's blocks are skipped."""
+    def _begin(self, modulated: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Decide whether this step's blocks are skipped."""
         self._steps += 1
-        if self._seen is None or self._added is None or self._steps <= self.WARM_STEPS:
-            return False
-        self._change += ((modulated - self._seen).abs().mean() / self._seen.abs().mean()).item()
-        if self._change < self._threshold:
-            return True
-        self._change = 0.0
-        return False
+        self._skips = False
+        if self._seen is not None and self._added is not None and self._steps > self.WARM_STEPS:
+            self._change += ((modulated - self._seen).abs().mean() / self._seen.abs().mean()).item()
+            self._skips = self._change < self._threshold
+        if not self._skips:
+            self._change = 0.0
+        self._seen, self._entered = modulated, hidden_states
 
 
-def _modulated(block: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """What the block's first norm makes of its input at this timestep."""
-    if block.norm_type == "ada_norm_zero":
-        return block.norm1(hidden_states, kwargs.get("timestep"), kwargs.get("class_labels"), hidden_dtype=hidden_states.dtype)[0]
-    return block.norm1(hidden_states)
+def _is_basic(module: Any) -> bool:
+    return any(type(block).__name__ == "BasicTransformerBlock" for block in getattr(module, "transformer_blocks", ()))
 
 
 def _let_cache(module: Any) -> None:

@@ -306,7 +306,7 @@ class DiffusionEngine:
         if _is_device_lost(error):
             raise error
         if _is_out_of_memory(error):
-            told = StageFailed(f"out of memory: {asked.job.likeness}; ask for a smaller size, or raise what the stage has")
+            told = StageFailed("out of memory: ask for a smaller size, or fewer frames")
         elif not isinstance(error, StreamrtError):
             log.error("diffusion.request_failed", exc_info=error)
             told = StageFailed(f"{self._given.pipeline}: {type(error).__name__}: {error}")

@@ -35,7 +35,8 @@ def shapes_of_others(folder: Path, part: str, dtype: torch.dtype) -> dict[str, A
         if part_of(name) == part or (part, name) == ("denoiser", "vae"):
             continue
         cls: Any = _class(library, kind)
-        if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        is_model = isinstance(cls, type) and issubclass(cls, torch.nn.Module)
+        if not is_model:
             continue
         with torch.device("meta"):
             if hasattr(cls, "load_config"):  # diffusers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from stages.diffusion.apart import DECODERS, ENCODERS, call_arguments
 from stages.diffusion.args import DiffusionArgs
 from stages.diffusion.cut import read_index, why_not
 from stages.diffusion.params import Accepts, Job, Limits, parse
-from streamrt import Chunk, ConfigError, EngineStage, Request, Stage
+from streamrt import BadRequest, Chunk, ConfigError, EngineStage, Request, Stage
 
 if TYPE_CHECKING:
     from stages.diffusion.denoising import Denoising, OnStep
@@ -80,12 +81,12 @@ class DiffusionPipeline(EngineStage):
         if args.mode == "step" and not names:
             kind = type(pipeline).__name__
             raise ConfigError(f"mode: {kind} has no component that is known to be its denoiser", hint='set mode = "request"', param="mode")
-        accelerate(pipeline, names, args, context.device)
-        adapters = Adapters(pipeline, args.loras, args.max_loras)
         if args.cache != "none" and (args.mode == "request" or args.offload != "none" or args.compile):
             raise ConfigError('cache: can not be combined with mode = "request", offload or compile', param="cache")
         if args.cache == "none" and args.quality != "lossless":
             raise ConfigError(f'quality: "{args.quality}" needs a cache', hint='set cache = "first_block", or another', param="quality")
+        accelerate(pipeline, names, args, context.device)
+        adapters = Adapters(pipeline, args.loras, args.max_loras)
         caches = Caches(args.cache, denoisers, mag_ratios=args.mag_ratios) if args.cache != "none" else None
         # 2. what a request may ask, and how it becomes a call
         accepts = accepts_of(pipeline)
@@ -96,6 +97,9 @@ class DiffusionPipeline(EngineStage):
             qualities=frozenset({"lossless", "high", "fast"} if caches else {"lossless"}),
         )
         self.limits = args.limits
+        for name in ("width", "height", "guidance_scale"):
+            if getattr(args, name) is not None and name not in accepts.names:
+                raise ConfigError(f"{name}: {accepts.pipeline} has nothing like it", param=name)
 
         def make(job: Job, seed: int, inputs: Inputs, on_step: OnStep) -> Denoising:
             arguments = call_arguments(self.accepts, job, seed, inputs)
@@ -103,6 +107,8 @@ class DiffusionPipeline(EngineStage):
                 return Whole(pipeline, arguments, on_step)
             is_cached = caches is not None and job.quality != "lossless"
             twin = partial(caches.twin, quality=job.quality, steps=job.steps) if caches is not None and is_cached else None
+            if args.part == "denoiser" and inputs.encoded is None:
+                raise BadRequest("hidden: this stage denoises what an encoder stage sends, and nothing came")
             if inputs.encoded is None:
                 return Stepwise(pipeline, arguments, on_step, twin)
             return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
@@ -122,8 +128,9 @@ class DiffusionPipeline(EngineStage):
         self.parse(request)  # what is wrong is said before any wait
         if not self.host.running:
             await self._burst.gathered()
-        async for chunk in super().process(request, chunks):
-            yield chunk
+        async with aclosing(super().process(request, chunks)) as outputs:  # type: ignore[type-var]
+            async for chunk in outputs:
+                yield chunk
 
     def describe(self) -> dict[str, Any]:
         limits = {

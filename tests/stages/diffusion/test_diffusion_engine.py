@@ -126,8 +126,8 @@ def test_two_hundred_cancels_leave_nothing(bench: Bench) -> None:
     def cancel_some(count: int) -> None:
         for number in range(count):
             name = f"c{number}"
-            bench.submit(name, {**SEVEN, "n": 1 + number % 3, "previews": 2})
-            for _ in range(number % 5):
+            bench.submit(name, {**SEVEN, "n": 1 + number % 2, "previews": 2})
+            for _ in range(number % 4):
                 bench.step()
             bench.engine.cancel(name)
             bench.outputs.clear()
