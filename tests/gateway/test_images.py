@@ -145,6 +145,12 @@ async def test_a_broken_upload_is_a_400_that_names_it(studio_http, files, param)
     assert (response.status, error["param"]) == (400, param)
 
 
+async def test_a_form_of_very_many_parts_is_a_400(studio_http):
+    form = aiohttp.FormData([("prompt", "a hat")] * 129, default_to_multipart=True)
+    async with studio_http.post(EDITS, data=form) as response:
+        assert (response.status, (await response.json())["error"]["message"]) == (400, "the body: got more than 128 parts")
+
+
 async def test_an_upload_over_the_limit_is_a_413(openai_studio):
     noise = np.random.default_rng(0).integers(0, 256, (900, 900, 3), np.uint8)
     file = io.BytesIO()
