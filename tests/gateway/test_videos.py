@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import io
+import os
+import random
 
 import aiohttp
 import av
@@ -226,3 +228,30 @@ async def test_jobs_survive_a_gateway_that_is_killed(run_folders):
             with av.open(io.BytesIO(data)) as container:
                 assert 1.9 < sum(frame.samples for frame in container.decode(audio=0)) / 16_000 < 2.2
             run.wait_for(lambda: run.rows()["c#0"]["info"]["running"] == 0)  # and its work has ended
+
+
+@pytest.mark.slow
+async def test_a_hundred_jobs_deleted_at_any_point_leave_nothing(studio_serving, work_of):
+    at_random = random.Random(0)
+
+    async def made_and_deleted(http):
+        async with http.post(VIDEOS, json={"prompt": "5 ms", "num_inference_steps": 20, "seconds": 4}) as response:
+            job = await response.json()
+        await asyncio.sleep(at_random.uniform(0, 0.3))  # any point of it
+        async with http.delete(f"{VIDEOS}/{job['id']}") as response:
+            assert response.status == 200
+
+    def open_now():
+        return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+
+    async with studio_serving() as http:
+        await asyncio.gather(*(made_and_deleted(http) for _ in range(10)))
+        await work_of("camera", running=0)
+        files, tasks = open_now()
+        for _ in range(9):
+            await asyncio.gather(*(made_and_deleted(http) for _ in range(10)))
+        await work_of("camera", running=0)
+        files_after, tasks_after = open_now()
+        assert (files_after <= files + 2, tasks_after <= tasks + 2) == (True, True)
+        async with http.get(VIDEOS) as response:
+            assert [job for job in (await response.json())["data"] if job["prompt"] == "5 ms"] == []
