@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from gateway.store import Store
     from streamrt import Call, Chunk
 
-MAX_INPUT_PIXELS = 4096 * 4096  # of an upload, where the stage names no limit
 # The stages count no tokens.
 USAGE = {"input_tokens": 0, "input_tokens_details": {"image_tokens": 0, "text_tokens": 0}, "output_tokens": 0, "total_tokens": 0}
 
@@ -67,7 +66,7 @@ async def _answer(request: web.Request, body: ImageBody, form: Form | None, even
         body, body.prompt, facts, n=body.n, size=body.size, previews=body.partial_images, strength=getattr(body, "strength", None)
     )
     generation.check_takes_image(facts, form is not None, "image")
-    inputs = [] if form is None else await read_inputs(form, facts.get("max_pixels", MAX_INPUT_PIXELS), pool)
+    inputs = [] if form is None else await read_inputs(form, facts.get("max_pixels", pixels.MAX_PIXELS), pool)
     # 2. Ask.
     call = await client.submit("image", params, inputs, outputs={"image"}, timeout_s=config.request_timeout_s)
     # 3. Answer.

@@ -23,6 +23,7 @@ from gateway.media import Tail, import_av
 from streamrt.errors import BadRequest, ConfigError
 
 IMAGE_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+MAX_PIXELS = 4096 * 4096  # of an upload, where the stage names no limit
 READABLE = ("PNG", "JPEG", "WEBP")
 ORIENTATION = 0x0112  # of EXIF
 # What Pillow's decoders raise when they stumble over a broken file.

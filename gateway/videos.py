@@ -18,7 +18,6 @@ from gateway import film, generation, jobs, models, pixels, schema, streaming
 from gateway.errors import Refused
 from gateway.film import Film
 from gateway.forms import Form, read_form
-from gateway.images import MAX_INPUT_PIXELS
 from gateway.jobs import Ask
 from gateway.limits import read_body
 from gateway.schema import VideoBody
@@ -133,7 +132,7 @@ async def _read(request: web.Request) -> Ask:
     generation.check_takes_image(facts, file is not None, FILE)
     inputs = []
     if file is not None:
-        max_pixels = facts.get("max_pixels", MAX_INPUT_PIXELS)
+        max_pixels = facts.get("max_pixels", pixels.MAX_PIXELS)
         upload = await pool.run(lambda: pixels.read_image(file, max_pixels=max_pixels, param=FILE))
         inputs.append(generation.image_chunk(upload.file, "image"))
     outputs, audio_hz = film.outputs_of(client.tasks()["video"].outputs, facts)
