@@ -11,18 +11,20 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from gateway import chat, completions, health, limits, speech, transcriptions
+from gateway import chat, completions, health, images, limits, sounds, speech, transcriptions, videos
 from gateway.gate import Gate
+from gateway.jobs import VideoJobs
 from gateway.media import MediaPool
 from gateway.openapi import Route
 from gateway.realtime import realtime
-from gateway.schema import ChatBody, CompletionBody, SpeechBody, TranscriptionForm
-from gateway.state import CLIENT, CONFIG, GATE, MEDIA, ROUTES
+from gateway.schema import ChatBody, CompletionBody, ImageBody, ImageEditForm, SoundBody, SpeechBody, TranscriptionForm, VideoBody
+from gateway.state import CLIENT, CONFIG, GATE, JOBS, MEDIA, ROUTES, STORE
+from gateway.store import Store
 from streamrt.errors import ConfigError
 from streamrt.log import get_logger
 
@@ -35,7 +37,9 @@ log = get_logger("gateway")
 KEEPALIVE_S = 75.0  # an open connection that says nothing, its first request included
 BACKLOG = 512
 SSE = "text/event-stream"
-AUDIO = ("audio/mpeg", "audio/ogg", "audio/aac", "audio/flac", "audio/wav", "audio/pcm", SSE)
+SOUND = ("audio/mpeg", "audio/ogg", "audio/aac", "audio/flac", "audio/wav", "audio/pcm")
+AUDIO = (*SOUND, SSE)
+IMAGE = ("image/png", "image/jpeg", "image/webp")
 
 TABLE = (
     Route("GET", "/", health.page, "The web page", answers=("text/html",), is_open=True),
@@ -49,8 +53,19 @@ TABLE = (
     Route("POST", "/v1/completions", completions.completions, "Prompts to the text that follows", body=CompletionBody, answers=("application/json", SSE)),
     Route("POST", "/v1/audio/speech", speech.speech, "Text to speech", body=SpeechBody, answers=AUDIO),
     Route("GET", "/v1/audio/voices", speech.list_voices, "The voices that speak"),
-    Route("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, "Speech to text", body=TranscriptionForm, form=True,
-          answers=("application/json", "text/plain", "text/vtt", SSE)),
+    Route("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, "Speech to text", body=TranscriptionForm,
+          files=("file",), answers=("application/json", "text/plain", "text/vtt", SSE)),
+    Route("POST", "/v1/audio/generate", sounds.generate, "A description to sound or music", body=SoundBody, answers=SOUND),
+    Route("POST", "/v1/images/generations", images.generations, "A prompt to images", body=ImageBody, answers=("application/json", SSE)),
+    Route("POST", "/v1/images/edits", images.edits, "Images and a prompt to images", body=ImageEditForm, files=("image", "mask"),
+          answers=("application/json", SSE)),
+    Route("GET", "/v1/images/{image}", images.get_image, "An image that was answered as a URL", answers=IMAGE, is_open=True),
+    Route("POST", "/v1/videos", videos.create, "A prompt to a video, as a job", body=VideoBody),
+    Route("GET", "/v1/videos", videos.list_videos, "The video jobs"),
+    Route("POST", "/v1/videos/sync", videos.sync, "A prompt to a video, in one answer", body=VideoBody, answers=("video/mp4",)),
+    Route("GET", "/v1/videos/{video}", videos.get_video, "One video job"),
+    Route("GET", "/v1/videos/{video}/content", videos.content, "Its file", answers=("video/mp4",)),
+    Route("DELETE", "/v1/videos/{video}", videos.delete, "Stop and forget it"),
     Route("GET", "/v1/realtime", realtime, "A voice session (WebSocket)", answers=("websocket",)),
     Route("GET", "/api/pipeline", health.pipeline, "Stages, edges and replicas now"),
     Route("GET", "/api/pipeline/events", health.pipeline_events, "The same on each change", answers=(SSE,)),
@@ -69,13 +84,25 @@ def build_app(client: Client, config: GatewayConfig | None = None) -> web.Applic
     )
     app[CLIENT], app[CONFIG], app[ROUTES] = client, config, TABLE
     app[GATE], app[MEDIA] = Gate(config.max_requests), MediaPool()
+    folder = client.member.run.state / "store"
+    app[STORE] = Store(folder, max_items=config.max_stored, max_bytes=config.max_stored_bytes, ttl_s=config.stored_ttl_s)
+    app[JOBS] = VideoJobs(client, app[STORE], app[MEDIA], app[GATE], config.job_timeout_s)
     for route in TABLE:
         app.router.add_route(route.method, route.path, route.handler)
     if health.WEB.is_dir():
         app.router.add_static("/static", health.WEB)
     app.on_response_prepare.append(limits.on_prepare)
+    app.cleanup_ctx.append(_with_jobs)
     app.on_cleanup.append(_close_media)
     return app
+
+
+async def _with_jobs(app: web.Application) -> AsyncIterator[None]:
+    sweeping = asyncio.create_task(app[JOBS].sweep(), name="store.sweep")
+    yield
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+    await app[JOBS].close()
 
 
 async def _close_media(app: web.Application) -> None:

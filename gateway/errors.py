@@ -41,14 +41,14 @@ class BodyTimeout(StreamrtError):
 
 
 class Refused(StreamrtError):
-    """The HTTP layer itself said no: unknown URL, wrong method, malformed multipart. `status` is its own."""
+    """The HTTP layer itself said no: unknown URL, wrong method, malformed multipart, a file not made yet. `status` is its own."""
 
     code = "not_found"
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
+        self.code = {404: "not_found", 405: "method_not_allowed", 409: "not_ready"}.get(status, "bad_request")
 
 
 class Row(NamedTuple):

@@ -161,7 +161,7 @@ def is_open(request: web.Request) -> bool:
 def is_counted(request: web.Request) -> bool:
     """Whether the request takes one of `max_requests` places: WebSockets have their own bound, probes must always get through."""
     path = path_of(request)
-    return any(route.body is not None and route.path == path for route in request.app[ROUTES])
+    return any(route.body is not None and (route.method, route.path) == (request.method, path) for route in request.app[ROUTES])
 
 
 def api_key(config: GatewayConfig, environ: Mapping[str, str] = os.environ) -> str:

@@ -66,7 +66,7 @@ class Encoder(Protocol):
     """One audio stream being written."""
 
     def encode(self, samples: np.ndarray) -> bytes:
-        """(samples,) float32 mono -> what of the file is ready by now; may be nothing yet."""
+        """(samples,) or (channels, samples) float32 -> what of the file is ready by now; may be nothing yet."""
         ...
 
     def finish(self) -> bytes:
@@ -74,8 +74,8 @@ class Encoder(Protocol):
         ...
 
 
-def encoder(name: str, rate_hz: int, whole: bool = False) -> Encoder:
-    """An encoder of format `name` (a key of CONTENT_TYPES) for samples at `rate_hz`.
+def encoder(name: str, rate_hz: int, whole: bool = False, channels: int = 1) -> Encoder:
+    """An encoder of format `name` (a key of CONTENT_TYPES) for samples at `rate_hz`, mono or stereo; `pcm` is mono always.
 
     `whole`: a file with a header comes in one piece from `finish`, and its header tells the true length.
     """
@@ -83,9 +83,9 @@ def encoder(name: str, rate_hz: int, whole: bool = False) -> Encoder:
         case "pcm" | "pcm16":
             return _Pcm(rate_hz)
         case "wav":
-            return _Wav(rate_hz, whole)
+            return _Wav(rate_hz, whole, channels)
         case _:
-            return _Packets(_CODECS[name], rate_hz, whole)
+            return _Packets(_CODECS[name], rate_hz, whole, channels)
 
 
 def pcm16(samples: np.ndarray) -> bytes:
@@ -93,12 +93,14 @@ def pcm16(samples: np.ndarray) -> bytes:
     return bytes(np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2").tobytes())
 
 
-def wav_header(rate_hz: int, data_bytes: int = UNKNOWN_LENGTH) -> bytes:
-    """The 44 bytes before mono s16 data."""
+def wav_header(rate_hz: int, data_bytes: int = UNKNOWN_LENGTH, channels: int = 1) -> bytes:
+    """The 44 bytes before s16 data."""
     riff_bytes = UNKNOWN_LENGTH if data_bytes == UNKNOWN_LENGTH else data_bytes + 36
     return struct.pack(
-        "<4sI4s4sIHHIIHH4sI", b"RIFF", riff_bytes, b"WAVE", b"fmt ", 16, 1, 1, rate_hz, rate_hz * 2, 2, 16, b"data", data_bytes
-    )
+        "<4sI4s4sIHHIIHH4sI", b"RIFF", riff_bytes, b"WAVE",
+        b"fmt ", 16, 1, channels, rate_hz, rate_hz * channels * 2, channels * 2, 16,
+        b"data", data_bytes,
+    )  # fmt: skip
 
 
 class _Pcm:
@@ -113,18 +115,19 @@ class _Pcm:
 
 
 class _Wav:
-    def __init__(self, rate_hz: int, whole: bool) -> None:
+    def __init__(self, rate_hz: int, whole: bool, channels: int) -> None:
         self._rate_hz = rate_hz
         self._whole = whole
-        self._pieces = [] if whole else [wav_header(rate_hz)]
+        self._channels = channels
+        self._pieces = [] if whole else [wav_header(rate_hz, channels=channels)]
 
     def encode(self, samples: np.ndarray) -> bytes:
-        self._pieces.append(pcm16(samples))
+        self._pieces.append(pcm16(samples.T))  # channels side by side
         return b"" if self._whole else self._take()
 
     def finish(self) -> bytes:
         if self._whole:
-            self._pieces.insert(0, wav_header(self._rate_hz, sum(map(len, self._pieces))))
+            self._pieces.insert(0, wav_header(self._rate_hz, sum(map(len, self._pieces)), self._channels))
         return self._take()
 
     def _take(self) -> bytes:
@@ -156,26 +159,27 @@ _CODECS = {
 class _Packets:
     """A container written packet by packet through ffmpeg."""
 
-    def __init__(self, codec: _Codec, rate_hz: int, whole: bool) -> None:
-        av = _av()
-        self._out: io.BytesIO | _Tail = io.BytesIO() if whole else _Tail()  # ffmpeg goes back to a header only where it can seek
+    def __init__(self, codec: _Codec, rate_hz: int, whole: bool, channels: int) -> None:
+        av = import_av()
+        self._out: io.BytesIO | Tail = io.BytesIO() if whole else Tail()  # ffmpeg goes back to a header only where it can seek
         self._rate_hz = rate_hz
         self._position = 0  # samples so far
         rate = rate_hz if not codec.rates_hz or rate_hz in codec.rates_hz else _next_above(rate_hz, codec.rates_hz)
         self._container = av.open(self._out, "w", format=codec.container, options=codec.options)
         self._stream = self._container.add_stream(codec.codec, rate=rate)
-        self._stream.layout = "mono"
+        self._layout = self._stream.layout = "stereo" if channels == 2 else "mono"
         if codec.bits_per_s:
-            self._stream.bit_rate = codec.bits_per_s
+            self._stream.bit_rate = codec.bits_per_s * channels
         self._frame = av.AudioFrame.from_ndarray
 
     def encode(self, samples: np.ndarray) -> bytes:
-        if len(samples):
-            frame = self._frame(np.ascontiguousarray(np.clip(samples, -1.0, 1.0)[None], np.float32), format="fltp", layout="mono")
+        if samples.size:
+            planes = np.ascontiguousarray(np.atleast_2d(np.clip(samples, -1.0, 1.0)), np.float32)
+            frame = self._frame(planes, format="fltp", layout=self._layout)
             frame.sample_rate = self._rate_hz
             frame.time_base = Fraction(1, self._rate_hz)
             frame.pts = self._position
-            self._position += len(samples)
+            self._position += samples.shape[-1]
             self._container.mux(self._stream.encode(frame))
         return self._take()
 
@@ -188,7 +192,7 @@ class _Packets:
         return b"" if isinstance(self._out, io.BytesIO) else self._out.take()
 
 
-class _Tail:
+class Tail:
     """A file that is written and never sought: keeps what was not taken yet."""
 
     def __init__(self) -> None:
@@ -228,7 +232,7 @@ class Decoder:
     """Reads the first audio stream of a file as mono float32, block by block. Raises BadRequest for what it can not read."""
 
     def __init__(self, data: bytes, *, max_s: float, param: str = "file") -> None:
-        av = _av()
+        av = import_av()
         self._errors = (av.error.FFmpegError, ValueError, EOFError)
         self._param = param
         self._max_s = max_s
@@ -282,7 +286,7 @@ def _next_above(rate_hz: int, rates_hz: tuple[int, ...]) -> int:
     return next((rate for rate in rates_hz if rate >= rate_hz), rates_hz[-1])
 
 
-def _av() -> Any:
+def import_av() -> Any:
     try:
         import av
         import av.error

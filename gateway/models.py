@@ -1,8 +1,8 @@
 """Which names of models, voices and parameters are accepted for which task.
 
 A pipeline answers to its own name, to its stages' names, and to the names of the models that those stages run. Clients that were
-written for OpenAI ask for its stock models and voices: for speech and transcription these stand for whatever the pipeline has, so
-that such a client runs unchanged. Any other name is an error, never a silent stand-in.
+written for OpenAI ask for its stock models and voices: for speech, transcription, images and videos these stand for whatever the
+pipeline has, so that such a client runs unchanged. Any other name is an error, never a silent stand-in.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 STOCK_MODELS = {
     "speak": ("tts-1", "tts-1-hd", "gpt-4o-mini-tts"),
     "transcribe": ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe"),
+    "image": ("gpt-image-1", "gpt-image-1-mini", "gpt-image-1.5", "gpt-image-2", "dall-e-2", "dall-e-3", "chatgpt-image-latest"),
+    "video": ("sora-2", "sora-2-pro"),
 }
 STOCK_VOICES = frozenset(("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse"))
 

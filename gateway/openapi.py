@@ -17,14 +17,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Route(NamedTuple):
-    """One URL. `streams`, `plain` and `form` say what goes in and out, for the spec."""
+    """One URL. `body`, `files` and `answers` say what goes in and out, for the spec."""
 
     method: str
     path: str
     handler: Handler
     summary: str
     body: type[msgspec.Struct] | None = None
-    form: bool = False  # the body is multipart/form-data with a `file`
+    files: tuple[str, ...] = ()  # the body is multipart/form-data with these files; the first is needed
     answers: tuple[str, ...] = ("application/json",)
     is_open: bool = False  # needs no API key
 
@@ -80,8 +80,9 @@ def _operation(route: Route, schema_of: dict[type[msgspec.Struct], dict[str, Any
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     if names:
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    if route.body is not None and route.form:
-        file = {"type": "object", "required": ["file"], "properties": {"file": {"type": "string", "format": "binary"}}}
+    if route.body is not None and route.files:
+        binary = {"type": "string", "format": "binary"}
+        file = {"type": "object", "required": [route.files[0]], "properties": dict.fromkeys(route.files, binary)}
         operation["requestBody"] = {
             "required": True,
             "content": {"multipart/form-data": {"schema": {"allOf": [schema_of[route.body], file]}}},

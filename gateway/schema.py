@@ -282,12 +282,91 @@ class TranscriptionForm(Struct, forbid_unknown_fields=True):
     chunking_strategy: str | None = None  # "auto" or absent: the stage decides
 
 
-def decode(data: bytes, cls: type[T]) -> T:
-    """`data` as JSON of `cls`. Raises BadRequest that names the field."""
+# ---- images, videos and sounds ------------------------------------------------------------------------------------------------
+
+
+class Lora(Struct, forbid_unknown_fields=True):
+    """An adapter of the stage, by name."""
+
+    name: str
+    scale: Annotated[float, Meta(ge=-4, le=4)] = 1.0
+
+
+class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What all of them may ask for; extensions, under the names that diffusers gives them."""
+
+    negative_prompt: str | None = None
+    num_inference_steps: Annotated[int, Meta(ge=1)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
+    true_cfg_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    class_label: int | str | None = None
+    lora: str | list[Lora] | None = None
+    quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max", "fast", "lossless"] | None = None
+
+
+# https://platform.openai.com/docs/api-reference/images/create
+class ImageBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/images/generations."""
+
+    prompt: str
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    size: str | None = None
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    background: Literal["auto", "opaque"] | None = None  # no stage draws transparency
+    stream: bool | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
+    # accepted; they change nothing here
+    moderation: Literal["auto", "low"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+# https://platform.openai.com/docs/api-reference/images/createEdit
+class ImageEditForm(ImageBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/images/edits: the fields beside `image` and `mask`."""
+
+    strength: Annotated[float, Meta(gt=0, le=1)] | None = None  # extension: how much of the image is made anew
+    input_fidelity: Literal["low"] | None = None  # OpenAI's default, and no stage has another
+
+
+class ImageReference(Struct, forbid_unknown_fields=True):
+    """An image inside JSON."""
+
+    image_url: str  # a data: URL; nothing is fetched
+
+
+# https://platform.openai.com/docs/api-reference/videos/create
+class VideoBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/videos and /v1/videos/sync, as JSON or as a form beside the file `input_reference`."""
+
+    prompt: str
+    model: str | None = None
+    seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # OpenAI sends it as text
+    size: str | None = None
+    input_reference: ImageReference | None = None
+    num_frames: Annotated[int, Meta(ge=1)] | None = None  # extension: instead of `seconds`
+    fps: Annotated[float, Meta(ge=1, le=240)] | None = None  # extension
+
+
+class SoundBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/audio/generate; named as vLLM-Omni names it."""
+
+    input: str
+    model: str | None = None
+    audio_length: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
+    response_format: AudioFormat = "wav"
+
+
+def decode(data: bytes, cls: type[T], *, strict: bool = True) -> T:
+    """`data` as JSON of `cls`. Not `strict`: numbers may come as text. Raises BadRequest that names the field."""
     if not data.strip():
         raise BadRequest("the body is empty, expected a JSON object")
     try:
-        return msgspec.json.decode(data, type=cls)
+        return msgspec.json.decode(data, type=cls, strict=strict)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -296,10 +375,10 @@ def decode(data: bytes, cls: type[T]) -> T:
         raise BadRequest("the body is nested too deeply") from None
 
 
-def convert_form(fields: dict[str, str | list[str]]) -> TranscriptionForm:
-    """Form fields as a TranscriptionForm. Raises BadRequest that names the field."""
+def convert_form(fields: dict[str, Any], cls: type[T]) -> T:
+    """Form fields as `cls`. Raises BadRequest that names the field."""
     try:
-        return msgspec.convert(fields, TranscriptionForm, strict=False)
+        return msgspec.convert(fields, cls, strict=False)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
 

@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiohttp import BodyPartReader, web
+from aiohttp import web
 
 from gateway import models, schema, sse, streaming
-from gateway.errors import BodyTimeout, BodyTooLarge
+from gateway.forms import read_form
 from gateway.media import Decoder, MediaPool
 from gateway.schema import TranscriptionForm
 from gateway.state import CLIENT, CONFIG, MEDIA
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from streamrt import Call, Chunk, Client
-    from streamrt.config import GatewayConfig
 
-READ_BYTES = 256 * 1024
 TEXT_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
 
 
@@ -48,7 +46,8 @@ class Segment(NamedTuple):
 async def transcriptions(request: web.Request) -> web.StreamResponse:
     """POST /v1/audio/transcriptions"""
     client, config, pool = request.app[CLIENT], request.app[CONFIG], request.app[MEDIA]
-    data, form = await read_form(request, config)
+    sent = await read_form(request, files=("file",))
+    data, form = sent.file("file", "send the audio as the form field 'file'"), schema.convert_form(sent.fields, TranscriptionForm)
     models.check_model(client, "transcribe", form.model)
     if form.chunking_strategy not in (None, "auto"):
         raise BadRequest(f'chunking_strategy: got "{form.chunking_strategy}", expected "auto"', param="chunking_strategy")
@@ -67,47 +66,6 @@ async def transcriptions(request: web.Request) -> web.StreamResponse:
     segments = segments_of(chunks, decoder.duration_s)
     language = next((chunk.meta["language"] for chunk in chunks if chunk.meta.get("language")), form.language)
     return whole(form, segments, decoder.duration_s, language)
-
-
-async def read_form(request: web.Request, config: GatewayConfig) -> tuple[bytes, TranscriptionForm]:
-    """The file and the other fields of a multipart body. Raises BadRequest, BodyTooLarge, BodyTimeout."""
-    if request.content_type != "multipart/form-data":
-        raise BadRequest(f"the body: got {request.content_type}, expected multipart/form-data with a file")
-    too_large = BodyTooLarge(f"the body is larger than {config.max_body_bytes} bytes", hint="[gateway] max_body sets the limit")
-    if (request.content_length or 0) > config.max_body_bytes:
-        raise too_large
-    file: bytes | None = None
-    fields: dict[str, str | list[str]] = {}
-    left = config.max_body_bytes
-    try:
-        async with asyncio.timeout(config.request_timeout_s):
-            async for part in await request.multipart():
-                if not isinstance(part, BodyPartReader) or part.name is None:
-                    raise BadRequest("the body: each part needs a name")
-                data = bytearray()
-                while chunk := await part.read_chunk(READ_BYTES):
-                    data += chunk
-                    left -= len(chunk)
-                    if left < 0:
-                        raise too_large
-                if part.name == "file":
-                    file = bytes(data)
-                elif part.name.endswith("[]"):
-                    fields.setdefault(part.name[:-2], [])
-                    values = fields[part.name[:-2]]
-                    assert isinstance(values, list)
-                    values.append(data.decode())
-                else:
-                    fields[part.name] = data.decode()
-    except TimeoutError:
-        raise BodyTimeout(f"the body did not arrive within {config.request_timeout_s:g} s") from None
-    except ValueError as error:  # aiohttp's word for a broken multipart body, and ours for one that is not UTF-8
-        raise BadRequest(f"the body is not valid multipart/form-data: {error}") from None
-    if file is None:
-        raise BadRequest("file: missing", hint="send the audio as the form field 'file'", param="file")
-    if not file:
-        raise BadRequest("file: it is empty", param="file")
-    return file, schema.convert_form(fields)
 
 
 async def open_audio(data: bytes, pool: MediaPool, *, max_s: float, param: str) -> tuple[Decoder, np.ndarray]:

@@ -4,6 +4,9 @@
     transcribe  ScriptAsr     always hears the same words
     respond     ScriptLlm     streams the reply that the script holds for a message
     speak       ToneTts       a sine per clause, sample-exact
+    image       ScriptImage   one colour per seed, or the given image with its mask painted over
+    video       ScriptVideo   frames that count, with or without a tone
+    audio       ScriptSound   a tone in stereo
     anything    Slow, Crash, Hang, Ranked, Ramp
 
 They ship because users test their own pipelines with them. No model, no torch.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import re
 import signal
@@ -260,6 +264,146 @@ class Ramp(Stage):
         total = request.param("samples", self.args.samples)
         for start in range(0, total, self.args.chunk):
             yield audio_chunk(np.arange(start, min(total, start + self.args.chunk), dtype=np.float32), 24_000)
+
+
+class Steps(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Arguments of the three stages below, which follow the contract of the diffusion stages (docs/architecture.md) without a model."""
+
+    steps: int = 4  # of a request that names none
+    max_steps: int = 100
+    max_side: int = 1024
+    max_pixels: int = 512 * 512
+    max_frames: int = 240
+    max_seconds: float = 30.0
+    max_images: int = 4
+    has_sound: bool = False  # of videos
+
+
+class _Denoising(Stage):
+    """Steps that do nothing but take time and tell of themselves.
+
+    In the prompt "fail at N" raises at that step, and "N ms" is how long each takes.
+    """
+
+    Args = Steps
+    args: Steps
+    takes = {"text", "image"}
+    max_requests = 8
+
+    async def denoise(self, request: Request, index: int) -> AsyncIterator[Chunk]:
+        steps = request.param("num_inference_steps", self.args.steps)
+        fails_at = re.search(r"fail at (\d+)", request.param("prompt", ""))
+        takes_ms = re.search(r"(\d+) ms", request.param("prompt", ""))
+        previews = request.param("previews", 0)
+        for step in range(1, steps + 1):
+            await asyncio.sleep(int(takes_ms[1]) / 1000 if takes_ms else 0)
+            if fails_at and int(fails_at[1]) == step:
+                raise RuntimeError(f"this stage was told to fail at step {step}")
+            yield event_chunk("progress", port="progress", step=step, steps=steps, index=index)
+            if previews and step % max(1, steps // (previews + 1)) == 0 and step < steps:
+                grey = np.full((8, 8, 3), 255 * step // steps, np.uint8)
+                yield Chunk("image", {"image": grey}, port="image", meta={"index": index, "preview": True, "step": step})
+
+    def describe(self) -> dict[str, Any]:
+        limits = ("max_steps", "max_side", "max_pixels", "max_frames", "max_seconds", "max_images")
+        return {
+            "model": "script",
+            "pipeline": type(self).__name__,
+            "accepts": ["prompt", "image", "mask_image", "num_frames", "width", "height"],
+            "size_multiple": 8,
+            "qualities": ["lossless", "fast"],
+            "loras": [],
+            "fps": 8.0,
+            **{name: getattr(self.args, name) for name in limits},
+        }
+
+    def size(self, request: Request) -> tuple[int, int]:
+        """(width, height)"""
+        size = request.param("size", "auto")
+        width, _, height = ("64x48" if size == "auto" else size).partition("x")
+        return int(width), int(height)
+
+    def colour(self, seed: int) -> tuple[int, int, int]:
+        """Of pictures of this seed."""
+        return seed % 256, 128, 64
+
+
+class ScriptImage(_Denoising):
+    """`n` images, each of the colour of its seed; an image that is given comes back with its mask (all of it, without one) in that colour."""
+
+    gives = {"image": "image", "progress": "event"}
+    tasks = ("image",)
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        given = {chunk.meta["role"]: bytes(chunk.tensors["file"]) async for chunk in chunks if chunk.modality == "image"}
+        seed = request.param("seed", 7)
+        for index in range(request.param("n", 1)):
+            async for told in self.denoise(request, index):
+                yield told
+            meta = {"index": index, "seed": seed + index}
+            yield Chunk("image", {"image": self._draw(request, seed + index, given)}, port="image", meta=meta)
+        yield end_chunk(port="image", seed=seed)
+
+    def _draw(self, request: Request, seed: int, given: dict[str, bytes]) -> np.ndarray:
+        width, height = self.size(request)
+        if "image" not in given:
+            return np.full((height, width, 3), self.colour(seed), np.uint8)
+        from PIL import Image
+
+        image = np.array(Image.open(io.BytesIO(given["image"])).convert("RGB"))
+        mask = np.array(Image.open(io.BytesIO(given["mask"])).convert("L")) if "mask" in given else np.full(image.shape[:2], 255)
+        image[mask > 127] = self.colour(seed)
+        return image
+
+
+class ScriptVideo(_Denoising):
+    """Grey frames, each brighter than the one before; with `has_sound` a tone of the same length after them."""
+
+    gives = {"video": "video", "audio": "audio", "progress": "event"}
+    tasks = ("video",)
+    rate_hz = 16_000
+    fps = 8.0
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for _ in chunks:
+            pass
+        async for told in self.denoise(request, 0):
+            yield told
+        fps = request.param("fps", self.fps)
+        count = request.param("num_frames", round(request.param("seconds", 2.0) * fps))
+        width, height = self.size(request)
+        for first in range(0, count, 4):
+            levels = (np.arange(first, min(first + 4, count)) * 8 % 256).astype(np.uint8)
+            frames = np.broadcast_to(levels[:, None, None, None], (len(levels), height, width, 3))
+            yield Chunk("video", {"frames": frames}, port="video", fps=fps, meta={"index": 0, "frame": first, "frames": count})
+        if self.args.has_sound:
+            tone = np.sin(2 * np.pi * 440 * np.arange(int(count / fps * self.rate_hz)) / self.rate_hz)
+            yield audio_chunk((0.3 * tone).astype(np.float32), self.rate_hz, port="audio")
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "sample_rate_hz": self.rate_hz if self.args.has_sound else 0}
+
+
+class ScriptSound(_Denoising):
+    """A tone of 440 Hz on the left and of 660 Hz on the right."""
+
+    gives = {"audio": "audio", "progress": "event"}
+    tasks = ("audio",)
+    rate_hz = 44_100
+
+    async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for _ in chunks:
+            pass
+        async for told in self.denoise(request, 0):
+            yield told
+        at = np.arange(int(request.param("seconds", 1.0) * self.rate_hz)) / self.rate_hz
+        both = np.stack([0.3 * np.sin(2 * np.pi * hz * at) for hz in (440, 660)]).astype(np.float32)
+        for first in range(0, both.shape[1], 8192):
+            piece = np.ascontiguousarray(both[:, first : first + 8192])
+            yield Chunk("audio", {"audio": piece.mean(axis=0), "channels": piece}, port="audio", sample_rate_hz=self.rate_hz)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "fps": 0.0, "sample_rate_hz": self.rate_hz}
 
 
 class Slow(Stage):

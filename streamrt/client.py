@@ -7,7 +7,8 @@ Knows routes, credit and chunks. Knows nothing of HTTP.
 
 Rules
 - Every `Call` ends exactly once: its iteration stops (completed) or raises (failed, expired, cancelled, unavailable).
-- Chunks are copied out of the ring as they come, up to `MAX_COPIED`; beyond that they stay leased, which holds back that request only.
+- Chunks are copied out of the ring as they come, up to `MAX_COPIED` and `MAX_COPIED_BYTES`; beyond that they stay leased, which holds
+  back that request only.
 - Cancel is immediate here and told to every replica of the route; what arrives later is dropped.
 """
 
@@ -42,6 +43,7 @@ from transport.schemes import make_connector
 log = get_logger("streamrt.client")
 
 MAX_COPIED = 256  # chunks of one request that are held here before its credit is withheld
+MAX_COPIED_BYTES = 64 << 20  # and bytes of them: frames of a video can be megabytes each
 MAX_RETRIES = 1  # of a request that nothing had come of yet when its replica died
 TABLE_S = 20.0
 
@@ -68,6 +70,7 @@ class Call:
         self._fed = 0  # seq of the next chunk that is fed; -1 once its input has ended
         self._feeding = asyncio.Lock()
         self._ready: deque[Chunk | Lease] = deque()
+        self._copied_bytes = 0  # of the chunks in `_ready`
         self._wake: asyncio.Future[None] | None = None
         self._open_exits = set(route.outputs.values())
         self._unfinished: set[str] = set(route.stages)
@@ -96,6 +99,8 @@ class Call:
         while True:
             while self._ready:
                 item = self._ready.popleft()
+                if isinstance(item, Chunk):
+                    self._copied_bytes -= _size(item)
                 yield item if isinstance(item, Chunk) else _copy_out(item)
             if self.error is not None:
                 raise self.error
@@ -172,7 +177,12 @@ class Call:
             self._note_first(header.modality)
         else:
             self._open_exits.discard(source)
-        self._ready.append(_copy_out(lease) if len(self._ready) < MAX_COPIED else lease)
+        if len(self._ready) < MAX_COPIED and self._copied_bytes < MAX_COPIED_BYTES:
+            chunk = _copy_out(lease)
+            self._copied_bytes += _size(chunk)
+            self._ready.append(chunk)
+        else:
+            self._ready.append(lease)
         self._notify()
         self._client._end_if_complete(self)
 
@@ -647,6 +657,11 @@ def _report(task: asyncio.Task[Any]) -> None:
 def _left_s(call: Call) -> float | None:
     """Seconds until its deadline; None = it has none."""
     return None if call.deadline_ns is None else max(0.0, (call.deadline_ns - time.monotonic_ns()) / 1e9)
+
+
+def _size(chunk: Chunk) -> int:
+    """Bytes of its tensors."""
+    return sum(array.nbytes for array in chunk.tensors.values())
 
 
 def _copy_out(lease: Lease) -> Chunk:

@@ -79,12 +79,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections: Count = 256  # open connections, all kinds
     max_sessions: Count = 32  # open realtime sessions
     request_timeout_s: Seconds = 120.0  # deadline of one HTTP request
+    job_timeout_s: Seconds = 1800.0  # deadline of one video
+    max_stored: Count = 200  # video jobs, and images that are answered as URLs, kept at a time
+    max_stored_size: Size = "4GiB"  # their bytes, all together
+    stored_ttl_s: Seconds = 86400.0  # how long each is kept once it is finished
     slow_client_s: Seconds = 10.0  # a client that reads nothing for so long is closed
     keepalive_s: Seconds = 15.0  # a comment line in a silent event stream, so that proxies keep it
 
     @property
     def max_body_bytes(self) -> int:
         return parse_bytes(self.max_body)
+
+    @property
+    def max_stored_bytes(self) -> int:
+        return parse_bytes(self.max_stored_size)
 
 
 class TurnDetectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,8 @@
     +-- <name>/              sockets, run.json, where ranks find each other; removed when the run ends
     $STREAMRT_LOG_ROOT (else ~/.local/state/streamrt/logs)
     +-- <name>/<process>.log  kept until the next run of that name
+    $STREAMRT_STATE_ROOT (else ~/.local/state/streamrt/state)
+    +-- <name>/              what outlives the run's processes; kept from one run of that name to the next
 
 Rules
 - The lock says who owns a name: two runs can not hold one. Readers look at run.json and whether its process still lives; they never
@@ -122,6 +124,13 @@ class RunDir:
         for path in self.path.glob(f"{prefix}*"):
             shutil.rmtree(path)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self.path))
+
+    @property
+    def state(self) -> Path:
+        """Where its processes keep what outlives them. Not made before somebody keeps something."""
+        configured = os.environ.get("STREAMRT_STATE_ROOT")
+        root = Path(configured) if configured else Path.home() / ".local/state/streamrt/state"
+        return root / self.name
 
     def remove(self) -> None:
         """Give the name back; everything but the logs goes. Idempotent."""

@@ -16,6 +16,7 @@ from tests.pipelines import VOICE_SCRIPT, Running, children_of, up
 _ROOT = tempfile.mkdtemp(prefix="srt-")
 os.environ["STREAMRT_RUN_ROOT"] = f"{_ROOT}/run"
 os.environ["STREAMRT_LOG_ROOT"] = f"{_ROOT}/log"
+os.environ["STREAMRT_STATE_ROOT"] = f"{_ROOT}/state"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

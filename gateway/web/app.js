@@ -7,6 +7,7 @@
 import { call, key } from "./api.js";
 import { MicrophoneError, RATE_HZ } from "./audio.js";
 import { Chat } from "./chat.js";
+import { Images } from "./image.js";
 import { Picture, stageState, stagesOf, watch } from "./pipeline.js";
 import { Talk } from "./talk.js";
 import { Transcript } from "./transcript.js";
@@ -27,8 +28,10 @@ const announcer = $("announcer");
 const transcript = new Transcript($("talk-lines"), announcer);
 const turns = new Turns($("turns"));
 const chat = new Chat(new Transcript($("chat-lines"), announcer));
+const images = new Images($("image"), $("image-note"));
 const picture = new Picture($("picture"));
 let model = "";
+let imageModel = "";
 
 // Talk
 
@@ -105,16 +108,34 @@ $("chat-form").addEventListener("submit", async (event) => {
   $("chat-send").textContent = "Send";
 });
 
-$("chat-text").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  if (!chat.isBusy) $("chat-form").requestSubmit();
-});
+sendOnEnter($("chat-text"), $("chat-form"), chat);
+
+function sendOnEnter(text, form, sender) {
+  text.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!sender.isBusy) form.requestSubmit();
+  });
+}
 
 $("chat-clear").addEventListener("click", () => {
   chat.clear();
   $("chat-text").focus();
 });
+
+// Image
+
+$("image-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  if (images.isBusy) return images.stop();
+  const prompt = $("image-text").value.trim();
+  if (!prompt) return;
+  $("image-draw").textContent = "Stop";
+  await images.draw(prompt, { model: imageModel });
+  $("image-draw").textContent = "Draw";
+});
+
+sendOnEnter($("image-text"), $("image-form"), images);
 
 // Tabs
 
@@ -130,10 +151,13 @@ function select(tab) {
   tab.focus();
 }
 
-for (const [index, tab] of tabs.entries()) {
+for (const tab of tabs) {
   tab.addEventListener("click", () => select(tab));
   tab.addEventListener("keydown", ({ key: pressed }) => {
-    if (pressed === "ArrowRight" || pressed === "ArrowLeft") select(tabs[(index + 1) % tabs.length]);
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[pressed];
+    if (!step) return;
+    const shown = tabs.filter((other) => !other.hidden);
+    select(shown[(shown.indexOf(tab) + step + shown.length) % shown.length]);
   });
 }
 
@@ -155,6 +179,9 @@ async function loadModel() {
   try {
     const { data } = await (await call("v1/models")).json();
     model = (data.find(({ tasks }) => tasks.includes("respond")) ?? data[0]).id;
+    imageModel = data.find(({ tasks }) => tasks.includes("image"))?.id ?? "";
+    $("tab-image").hidden = !imageModel;
+    if (imageModel && !data.some(({ tasks }) => tasks.includes("respond"))) select($("tab-image"));
     showProblem("");
   } catch (error) {
     showProblem(error.status === 401 ? "This gateway asks for an API key. Enter it in the settings." : error.message);

@@ -37,6 +37,7 @@ class DiffusionPipeline(EngineStage):
     args: DiffusionArgs
     accepts: Accepts
     limits: Limits
+    sample_rate_hz: int  # of its sound, also beside a video; 0: it makes none
 
     @classmethod
     def configured(cls, args: DiffusionArgs) -> type[Stage]:
@@ -74,6 +75,7 @@ class DiffusionPipeline(EngineStage):
             progress=context.progress,
         )
         given = given_of(pipeline, args.task)
+        self.sample_rate_hz = given.sample_rate_hz
         names = denoiser_names(pipeline)
         denoisers = {name: getattr(pipeline, name) for name in names}
         if args.mode == "step" and not names:
@@ -144,6 +146,7 @@ class DiffusionPipeline(EngineStage):
             "qualities": sorted(self.accepts.qualities),
             "loras": sorted(self.accepts.loras),
             "fps": self.accepts.frames_per_s,
+            "sample_rate_hz": self.sample_rate_hz,
             **limits,
         }
 

@@ -54,6 +54,10 @@ reply = "{WRITTEN}"
 name = "tts"
 use = "stages.testing:ToneTts"
 inputs = ["llm"]
+
+[[stage]]
+name = "painter"
+use = "stages.testing:ScriptImage"
 """
 
 MIC_HZ = 48_000
@@ -250,11 +254,24 @@ async def test_a_refused_microphone_is_explained_and_chat_works(open_page: OpenP
         assert await page.locator("#chat-lines .line.assistant p").inner_text() == WRITTEN
 
 
+async def test_an_image_is_drawn_from_coarse_to_fine(open_page: OpenPage) -> None:
+    async with open_page() as page:
+        await page.get_by_role("tab", name="Chat").press("ArrowRight")
+        await page.get_by_label("Description").fill("a cat, 100 ms a step")
+        await page.keyboard.press("Enter")
+        await page.wait_for_function("() => document.getElementById('image').naturalWidth === 8")
+        await page.wait_for_function("() => document.getElementById('image').naturalWidth === 64")
+        assert "64x48, seed 7" in await page.inner_text("#image-note")
+        await page.get_by_label("Description").fill("fail at 2")
+        await page.get_by_role("button", name="Draw").click()
+        await page.wait_for_function("() => document.getElementById('image-note').textContent.includes('told to fail')")
+
+
 async def test_the_picture_shows_every_stage_and_its_state(open_page: OpenPage) -> None:
     async with open_page() as page:
         await page.wait_for_selector("#readiness[data-state=ready]")
-        assert await page.locator("#picture .stage.is-ready .name").all_text_contents() == ["vad", "asr", "llm", "tts"]
-        assert await page.locator("#picture .edge").count() == 4  # the gateway to vad, asr and llm; llm to tts
+        assert await page.locator("#picture .stage.is-ready .name").all_text_contents() == ["vad", "asr", "llm", "tts", "painter"]
+        assert await page.locator("#picture .edge").count() == 5  # the gateway to vad, asr, llm and painter; llm to tts
         assert "tts ready, 0 running, 0 queued" in await page.locator("#picture svg").get_attribute("aria-label")
 
 

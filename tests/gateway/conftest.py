@@ -1,10 +1,12 @@
 """One real pipeline of scripted stages for all tests of the gateway, and gateways over it with whatever limits a test needs."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
+import openai
 import pytest
 import uvloop
 
@@ -45,6 +47,31 @@ use = "testing.tone"
 inputs = ["llm"]
 [stage.args]
 ms_per_char = 10
+"""
+
+STUDIO = """
+[pipeline]
+name = "studio-tests"
+
+[gateway]
+port = 0
+max_body = "2MiB"
+
+[run]
+heartbeat_s = 0.1
+restart_delay_s = 0.05
+
+[[stage]]
+name = "painter"
+use = "testing.image"
+
+[[stage]]
+name = "camera"
+use = "testing.video"
+
+[[stage]]
+name = "synth"
+use = "testing.sound"
 """
 
 CRASHING = """
@@ -88,6 +115,7 @@ def run_folders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STREAMRT_RUN_ROOT", str(root))
         patch.setenv("STREAMRT_LOG_ROOT", str(tmp_path_factory.mktemp("logs")))
+        patch.setenv("STREAMRT_STATE_ROOT", str(tmp_path_factory.mktemp("state")))
         yield
 
 
@@ -98,6 +126,44 @@ def pipeline(run_folders, tmp_path_factory):
     path.write_text(PIPELINE)
     with Pipeline(path, gateway=True) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def studio(run_folders, tmp_path_factory):
+    """Scripted stages that make images, videos and sounds, with their gateway."""
+    path = tmp_path_factory.mktemp("studio") / "pipeline.toml"
+    path.write_text(STUDIO)
+    with Pipeline(path, gateway=True) as running:
+        yield running
+
+
+@pytest.fixture
+async def studio_http(studio):
+    """A session whose URLs are relative to the studio's gateway."""
+    async with aiohttp.ClientSession(studio.url) as session:
+        yield session
+
+
+@pytest.fixture
+def work_of(studio_http):
+    """`await work_of("painter", running=1)` returns once the stage has so many requests."""
+
+    async def wait(stage, *, running):
+        async with studio_http.get("/api/pipeline/events") as response:
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    replicas = [replica for replica in json.loads(line[6:])["replicas"] if replica["stage"] == stage]
+                    if replicas and replicas[0]["running"] == running:
+                        return
+
+    return wait
+
+
+@pytest.fixture
+async def openai_studio(studio):
+    """The official client, at the studio."""
+    async with openai.AsyncOpenAI(base_url=f"{studio.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
@@ -119,7 +185,16 @@ async def http(pipeline):
 @pytest.fixture
 def serving(pipeline):
     """`async with serving(max_requests=1) as session`: a gateway of the test's own over the same stages."""
+    return gateways_over(pipeline)
 
+
+@pytest.fixture
+def studio_serving(studio):
+    """The same over the studio's stages."""
+    return gateways_over(studio)
+
+
+def gateways_over(pipeline):
     @asynccontextmanager
     async def serve(**settings):
         config = msgspec.structs.replace(GatewayConfig(port=0), **settings)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gateway import errors, models
 from gateway.app import TABLE
-from gateway.schema import NEUTRAL, ChatBody, SpeechBody, TranscriptionForm
+from gateway.schema import NEUTRAL, ChatBody, ImageBody, ImageEditForm, SoundBody, SpeechBody, TranscriptionForm, VideoBody
 from streamrt.config import GatewayConfig
 from streamrt.errors import StreamrtError
 
@@ -22,7 +22,8 @@ def test_what_needs_no_key_is_said():
 
 
 def test_every_parameter_is_documented():
-    fields = {*ChatBody.__struct_fields__, *SpeechBody.__struct_fields__, *TranscriptionForm.__struct_fields__, *NEUTRAL}
+    bodies = (ChatBody, SpeechBody, TranscriptionForm, ImageBody, ImageEditForm, VideoBody, SoundBody)
+    fields = {*NEUTRAL, *(name for body in bodies for name in body.__struct_fields__)}
     assert sorted(name for name in fields if f"`{name}" not in PAGE) == []
 
 

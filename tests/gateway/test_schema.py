@@ -2,7 +2,17 @@
 
 import pytest
 
-from gateway.schema import NEUTRAL, ChatBody, CompletionBody, SpeechBody, convert_form, decode, prompts, refuse_unsupported
+from gateway.schema import (
+    NEUTRAL,
+    ChatBody,
+    CompletionBody,
+    SpeechBody,
+    TranscriptionForm,
+    convert_form,
+    decode,
+    prompts,
+    refuse_unsupported,
+)
 from gateway.speech import is_sayable
 from streamrt.errors import BadRequest
 
@@ -122,11 +132,11 @@ def test_speech_bounds():
 
 
 def test_form_fields_are_converted_and_checked():
-    form = convert_form({"temperature": "0.2", "stream": "true", "timestamp_granularities": ["word"]})
+    form = convert_form({"temperature": "0.2", "stream": "true", "timestamp_granularities": ["word"]}, TranscriptionForm)
     assert (form.temperature, form.stream, form.timestamp_granularities) == (0.2, True, ["word"])
     for field, value in (("temperature", "warm"), ("response_format", "diarized_json"), ("include", ["logprobs"])):
         with pytest.raises(BadRequest) as caught:
-            convert_form({field: value})
+            convert_form({field: value}, TranscriptionForm)
         assert caught.value.param.startswith(field)
 
 

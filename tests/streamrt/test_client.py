@@ -19,6 +19,7 @@ from streamrt import (
     BadRequest,
     Call,
     Cancelled,
+    Chunk,
     Client,
     Expired,
     Overloaded,
@@ -29,6 +30,7 @@ from streamrt import (
     event_chunk,
     text_chunk,
 )
+from streamrt.client import MAX_COPIED_BYTES
 from tests.pipelines import Running, up
 from transport.messages import Cancel, Table
 
@@ -68,6 +70,9 @@ repeat = 400
 [[stage]]
 name = "vad"
 use = "testing.vad"
+[[stage]]
+name = "camera"
+use = "testing.video"
 [deploy.slow]
 max_requests = 2
 [deploy.vad]
@@ -354,6 +359,15 @@ async def test_a_slow_reader_holds_back_its_own_request_only(narrow: Running) ->
         assert len(slow._ready) <= 256 + 32
         assert await slow.text() == "s" * 1200
         await everything_is_free(client)
+
+
+async def test_a_slow_reader_of_big_chunks_holds_few_of_them(narrow: Running) -> None:
+    async with joined(narrow) as client:
+        call = await client.submit("video", {"size": "512x512", "num_frames": 240}, [], outputs={"video"})  # 180 MiB, 3 MiB a chunk
+        await until(lambda: call._ready and not isinstance(call._ready[-1], Chunk))
+        assert sum(chunk.tensors["frames"].nbytes for chunk in call._ready if isinstance(chunk, Chunk)) < MAX_COPIED_BYTES + (4 << 20)
+        firsts = [chunk.meta["frame"] async for chunk in call if chunk.tensors]
+    assert firsts == list(range(0, 240, 4))
 
 
 async def test_an_id_that_is_open_already_is_refused(narrow: Running) -> None:
