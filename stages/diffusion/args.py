@@ -26,6 +26,7 @@ class DiffusionArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Count = 64  # images that wait for that; one more is refused
     max_batch: Count = 16  # rows of one denoiser call; guidance makes two rows of an image in some pipelines
     window_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0  # an idle engine waits so long for others after the first request of a burst
+    slice_ms: Annotated[float, Meta(ge=0, le=1000)] = 50.0  # short steps are made together for so long before anybody is heard or told
     # Of requests that name none; the pipeline's own when left out.
     steps: Count | None = None
     width: Count | None = None

@@ -6,7 +6,8 @@ Knows requests and when each gets its turn. What a request computes is `denoisin
 one is `batch.py`'s, what becomes of the result `output.py`'s. Threads and queues are the host's.
 
 Rules
-- A step is one of: the preparation of one image, one call of one module, the decoding of one image. A cancel never waits longer than that.
+- A step is one of: the preparation of one image, one call of one module, the decoding of one image; or several calls that begin
+  within `slice_s`, because telling the loop costs as much as a small call. A cancel never waits longer than that.
 - A request for n images is n pieces of work, each with its own seed; they run as n requests would.
 - What a call raises fails the requests in it; when there are several, each is tried alone first. A lost device fails the step.
 """
@@ -86,7 +87,14 @@ class DiffusionEngine:
     """Implements `streamrt.Engine`; `params` of `submit` is a `Job`."""
 
     def __init__(
-        self, make: Make, use_adapters: Callable[[Wanted], None], given: Given, scheduler: StepScheduler, *, max_input_pixels: int
+        self,
+        make: Make,
+        use_adapters: Callable[[Wanted], None],
+        given: Given,
+        scheduler: StepScheduler,
+        *,
+        max_input_pixels: int,
+        slice_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -95,6 +103,7 @@ class DiffusionEngine:
             given: what the pipeline's output is made of.
             scheduler: whose turn it is.
             max_input_pixels: of one input image.
+            slice_s: a step begins no more calls after so long.
         """
         self.scheduler = scheduler
         self.calls = 0
@@ -103,6 +112,7 @@ class DiffusionEngine:
         self._use_adapters = use_adapters
         self._given = given
         self._max_input_pixels = max_input_pixels
+        self._slice_s = slice_s
         self._asked: dict[str, Asked] = {}
         self._pieces: dict[Any, Piece] = {}
         self._finishing: deque[Piece] = deque()
@@ -177,9 +187,15 @@ class DiffusionEngine:
         return self.scheduler.has_work() or any(not piece.request.is_paused for piece in self._finishing)
 
     def step(self) -> list[Output]:
-        """Finish one piece, or prepare one, or make one call for a batch."""
+        """Finish one piece, or prepare one, or make calls for batches while the slice lasts."""
+        until = time.perf_counter() + self._slice_s
+        pieces: list[Piece] = []
         with torch.no_grad():
-            pieces = self._finish_one() or self._prepare_one() or self._denoise()
+            while True:
+                begun_or_ended = self._finish_one() or self._prepare_one()
+                pieces += begun_or_ended or self._denoise()
+                if begun_or_ended or time.perf_counter() >= until or not self.has_work():
+                    break
         outputs: list[Output] = []
         for asked in dict.fromkeys(piece.request for piece in pieces):
             outputs += asked.outputs

@@ -119,7 +119,7 @@ class DiffusionPipeline(EngineStage):
 
         scheduler = StepScheduler(args.max_running if args.mode == "step" else 1, args.max_queued, args.max_batch)
         self._burst = Burst(args.window_ms / 1e3, args.max_running)
-        return DiffusionEngine(make, adapters.use, given, scheduler, max_input_pixels=args.max_pixels)
+        return DiffusionEngine(make, adapters.use, given, scheduler, max_input_pixels=args.max_pixels, slice_s=args.slice_ms / 1e3)
 
     def parse(self, request: Request) -> Job:
         return parse(request.task, request.params, self.limits, self.accepts)

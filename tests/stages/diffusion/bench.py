@@ -24,7 +24,7 @@ class Bench:
     """A stage's engine driven step by step, and the same pipeline loaded once more, to be called plainly."""
 
     def __init__(self, folder: Path, task: str, **args: Any) -> None:
-        options = msgspec.convert({"model": str(folder), "task": task, **args}, DiffusionPipeline.Args)
+        options = msgspec.convert({"model": str(folder), "task": task, "slice_ms": 0, **args}, DiffusionPipeline.Args)
         self.stage = DiffusionPipeline.configured(options)(options, Context(stage="draw", resolve=Path))
         self.engine = self.stage.make_engine()
         self.pipeline = inspect.getclosurevars(self.engine._make).nonlocals["pipeline"]

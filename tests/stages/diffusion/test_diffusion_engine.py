@@ -219,6 +219,18 @@ def test_a_paused_request_is_skipped_and_then_goes_on(bench: Bench) -> None:
     assert end(bench, "a").finished
 
 
+def test_short_steps_are_made_together_for_a_slice(bench: Bench) -> None:
+    bench.engine._slice_s = 60.0
+    bench.submit("a", SEVEN)
+    bench.step()
+    assert of(bench, "a") == []
+    bench.step()
+    assert len(of(bench, "a", "event")) == 4
+    bench.step()
+    bench.engine._slice_s = 0.0
+    assert end(bench, "a").finished
+
+
 def test_a_queue_that_is_full_refuses_whole_requests(bench: Bench) -> None:
     for number in range(8):
         bench.submit(f"r{number}", {**SEVEN, "n": 8})

@@ -36,7 +36,7 @@ def make(folder: Path, compute: Any = None, **args: Any) -> Any:
 @pytest.fixture(scope="module")
 def stage(folder: Path) -> Iterator[Any]:
     with ThreadPoolExecutor(1) as compute:
-        stage = make(folder, compute, window_ms=200, steps=4, max_steps=10)
+        stage = make(folder, compute, window_ms=200, steps=4, max_steps=10, slice_ms=0)
         compute.submit(stage.load).result()
         yield stage
         stage.close()
