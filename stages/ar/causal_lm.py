@@ -72,8 +72,8 @@ class CausalLM(EngineStage):
         from stages.ar.text_engine import TextEngine
 
         runner = self._runner(model)
-        self._choices = runner.describe()
         core = Engine(runner, caches=args.prefix_cache, **sizes(args, runner))
+        self._choices = runner.describe()
         engine = TextEngine(core, tokenizer, instructions=args.instructions)
         self._grammars, self._vocabulary = engine.grammars, engine.vocabulary
         # 3. one reply: the first pass is slow, and the instructions' keys and values stay
