@@ -183,9 +183,7 @@ class Runner:
         none = torch.zeros(0, dtype=torch.int32)
         at = torch.arange(count)
         positions = at if self.position_dims == 1 else at.expand(self.position_dims, -1)
-        batch = Batch(
-            at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks),), at
-        )
+        batch = Batch(at + 1, positions, at + self.store.block_size, 0, none.view(0, 0), none, (Prefill(0, count, count, blocks),), at)
         difference = (self.forward(batch).logits.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not difference <= self.tolerance:
             raise ConfigError(
