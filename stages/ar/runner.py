@@ -140,9 +140,9 @@ class Runner:
 
     def embeddings(self, batch: Batch) -> torch.Tensor:
         """(tokens, hidden)"""
-        tokens = batch.tokens.to(self.device)
+        tokens = batch.tokens.to(self.device, non_blocking=True)
         if batch.following is not None:
-            rows = batch.following.to(self.device)
+            rows = batch.following.to(self.device, non_blocking=True)
             tokens[: batch.decodes] = follow(tokens[: batch.decodes], rows, self._likeliest)
         embeddings: torch.Tensor = self.embed(tokens)
         if batch.embedded is not None and batch.embeddings is not None:

@@ -110,7 +110,7 @@ def test_what_is_spoken_is_understood(client: OpenAI, count: int) -> None:
     assert rate <= MAX_WER, list(zip(sentences, heard, strict=True))
 
 
-@pytest.mark.parametrize("form", ["wav", "mp3", "opus", "flac"])
+@pytest.mark.parametrize("form", ["opus", *(pytest.param(form, marks=pytest.mark.slow) for form in ("wav", "mp3", "flac"))])
 def test_every_container_is_read_back(client: OpenAI, form: str) -> None:
     assert "weather" in hear(client, speak(client, "The weather is nice today.", form), f"speech.{form}").lower()
 
@@ -163,6 +163,7 @@ def test_a_sentence_is_spoken_before_the_model_has_ended_the_reply(client: OpenA
     assert kinds[-1] == "transcript", "text came only before the sound"
 
 
+@pytest.mark.slow
 def test_the_openai_example_runs(voice: Running) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/04_openai_client/client.py"), voice.url], capture_output=True, text=True, timeout=100

@@ -86,6 +86,7 @@ async def test_a_decoder_that_repeats_itself_is_run_over_the_whole_window(asr, s
     assert text_of(await run(asr, request("transcribe"), [audio_chunk(spoken_sentence, 24_000)])) == "What is the capital of France?"
 
 
+@pytest.mark.slow
 async def test_more_than_30_s_come_window_by_window(asr, spoken_sentence):
     pause = np.zeros(24_000, np.float32)
     audio = np.concatenate([spoken_sentence, pause] * 13)

@@ -6,8 +6,8 @@ Knows the layout of a step and of the store, and torch's attention backends. Kno
 
 Rules
 - A backend is chosen once, by what device and dtype can do; its name is logged and described. One that was asked for and can not run is an error.
-- A long lone prompt from its beginning goes to cuDNN on Hopper, whose kernel is about twice as fast there at 4,096 tokens. It builds a plan for each
-  shape, in 40 ms, so only lengths in whole GRANULEs go there. Everything else is one variable-length call for all prompts of the step.
+- A long lone prompt from its beginning goes to cuDNN on Hopper, whose kernel takes half of flash's time there. It builds a plan for each shape, in
+  40 ms, so only lengths in whole GRANULEs go there. Everything else is one variable-length call for all prompts of the step.
 - A prompt's keys and values are gathered from their blocks first: torch's variable-length kernels read no block table before FlashAttention 3.
 """
 
@@ -28,7 +28,7 @@ from streamrt import ConfigError
 
 BACKENDS = ("flash_attn", "cudnn", "flash", "sdpa")
 GRANULE = 512  # tokens
-CUDNN_FROM = 2048  # tokens: below that flash is as fast, and builds no plans
+CUDNN_FROM = 1024  # tokens: below that flash is as fast, and builds no plans
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,16 @@ import torch
 
 from stages.ar.attention import BACKENDS, Prefill, Step
 from stages.ar.cuda import kernels
-from stages.ar.cuda.attention import Plan, attend, choose_prompt_backend, cudnn_refusal, has_flash_attn, plan_prompts
+from stages.ar.cuda.attention import (
+    CUDNN_FROM,
+    GRANULE,
+    Plan,
+    attend,
+    choose_prompt_backend,
+    cudnn_refusal,
+    has_flash_attn,
+    plan_prompts,
+)
 from stages.ar.cuda.graphs import DecodeGraphs, Inputs, Outputs, buckets
 from stages.ar.cuda.layers import Fusion, fuse, is_plain
 from stages.ar.cuda.paged import split_count
@@ -89,7 +98,9 @@ class CudaRunner(Runner):
         self._likeliest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)
         self._found = [torch.zeros(max_sequences, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self._progress("warming up prompts")
-        for tokens in {min(64, max_context), min(max_tokens, max_context)}:
+        longest = min(max_tokens, max_context)
+        planned = range(CUDNN_FROM, longest + 1, GRANULE) if self.prompt_backend.name == "cudnn" else ()
+        for tokens in {min(64, longest), longest, *planned}:
             self.forward(self._prompt_of_nothing(tokens))
         self._graph_refusal = graph_refusal(self.config) if self._has_graphs else "not asked for"
         if not self._graph_refusal:
@@ -160,16 +171,6 @@ class CudaRunner(Runner):
         hidden = self.decode(self.embeddings(batch), put(batch.positions), step)
         wanted = hidden.index_select(0, put(batch.wanted))
         return self.logits(wanted), wanted
-
-    def embeddings(self, batch: Batch) -> torch.Tensor:
-        tokens = batch.tokens.to(self.device, non_blocking=True)
-        if batch.following is not None:
-            rows = batch.following.to(self.device, non_blocking=True)
-            tokens[: batch.decodes] = follow(tokens[: batch.decodes], rows, self._likeliest)
-        embeddings: torch.Tensor = self.embed(tokens)
-        if batch.embedded is not None and batch.embeddings is not None:
-            embeddings.index_copy_(0, batch.embedded.to(self.device), batch.embeddings.to(self.device, embeddings.dtype))
-        return embeddings
 
     def _decode_rows(self, inputs: Inputs) -> Outputs:
         """What a graph holds: a token for every row, and the likeliest next one where the pass after finds it."""

@@ -20,7 +20,8 @@ GREEDY = Sampling(0.0, 1.0, 0)
 
 def tiny(kind: str, dtype: torch.dtype, **more):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(kind, vocab_size=500, head_dim=64, max_position_embeddings=512, **{**sizes, **more})
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}  # `generate()` would not choose an end before its time
+    config = AutoConfig.for_model(kind, vocab_size=500, head_dim=64, max_position_embeddings=512, **ends, **{**sizes, **more})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False).cuda()
     for parameter in model.parameters():
