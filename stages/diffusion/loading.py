@@ -5,12 +5,16 @@ Knows diffusers' pipelines. Knows nothing of requests.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from stages.diffusion.cut import NEED_IMAGE, read_index
 from stages.diffusion.output import Given
@@ -54,7 +58,10 @@ def load(
             from stages.diffusion.parts import shapes_of_others
 
             others |= shapes_of_others(path, part, kind)
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(path, dtype=kind, local_files_only=True, **others)
+        with _without(path, others) as folder:
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=kind, local_files_only=True, **others)
+        for name, component in others.items():
+            setattr(pipeline, name, component)
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, ImportError) as error:  # diffusers' ways to say so
         raise ConfigError(f"{path}: not a pipeline that diffusers can load: {error}", param="model") from error
     for component in pipeline.components.values():
@@ -64,6 +71,22 @@ def load(
                 component.to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@contextlib.contextmanager
+def _without(path: Path, components: Collection[str]) -> Iterator[Path]:
+    """`path` without these components: diffusers loads those that its pipelines call optional, even when they are given."""
+    if not components:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="streamrt-") as name:
+        folder = Path(name)
+        for entry in path.iterdir():
+            if entry.name != "model_index.json":
+                (folder / entry.name).symlink_to(entry.absolute())
+        index = {key: [None, None] if key in components else value for key, value in read_index(path).items()}
+        (folder / "model_index.json").write_bytes(msgspec.json.encode(index))
+        yield folder
 
 
 def extra_components(folder: Path) -> dict[str, Any]:

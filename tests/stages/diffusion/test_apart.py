@@ -17,6 +17,8 @@ from stages.diffusion.cut import why_not
 from stages.diffusion.pipeline import DiffusionPipeline
 from streamrt import Chunk, Context, Request, Stage
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # what the libraries do to each other
+
 MODULE = ["diffusers", "Thing"]
 WHOLE = {"_class_name": "DrawPipeline", "text_encoder": MODULE, "transformer": MODULE, "vae": MODULE}
 
