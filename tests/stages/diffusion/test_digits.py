@@ -50,9 +50,9 @@ async def test_at_least_95_of_100_served_digits_are_read_right(model: Path) -> N
 @pytest.mark.filterwarnings("ignore:::torchao")
 @pytest.mark.filterwarnings("ignore:::cache_dit")
 @pytest.mark.filterwarnings("ignore:::torch")
-def test_with_each_cache_and_quantization_at_least_90_are(name: str, model: Path) -> None:
-    images, _ = draw(model, *VARIANTS[name])
-    assert read_right(images, reader()) >= 90
+def test_with_each_cache_and_quantization_at_least_nine_of_ten_are(name: str, model: Path) -> None:
+    images, _ = draw(model, *VARIANTS[name], count=3)
+    assert read_right(images, reader()) >= 27
 
 
 def test_draw_prints_a_seven(model: Path) -> None:
