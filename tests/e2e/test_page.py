@@ -215,6 +215,7 @@ async def test_speaking_stops_the_reply_and_the_server_learns_what_was_heard(ope
         assert not any(event["type"] == "error" for event in events)
 
 
+@pytest.mark.slow
 async def test_a_lost_connection_comes_back_with_the_conversation(open_page: OpenPage, voice_url: str) -> None:
     async with cable_to(voice_url) as cable, open_page(says=[(0.5, 0.0), (1.0, 0.3)], url=cable.url) as page:
         events = record_frames(page)
@@ -232,6 +233,7 @@ async def test_a_lost_connection_comes_back_with_the_conversation(open_page: Ope
         await page.wait_for_selector("#readiness[data-state=ready]")  # the picture is back, too
 
 
+@pytest.mark.slow
 async def test_muted_the_microphone_goes_on_as_silence(open_page: OpenPage) -> None:
     async with open_page(says=[(30.0, 0.3)]) as page:
         await page.get_by_role("button", name="Talk", exact=True).click()
@@ -240,6 +242,7 @@ async def test_muted_the_microphone_goes_on_as_silence(open_page: OpenPage) -> N
         await until(page, "at.state !== 'hearing'")  # the server heard the turn end
 
 
+@pytest.mark.slow
 async def test_a_refused_microphone_is_explained_and_chat_works(open_page: OpenPage) -> None:
     async with open_page(allowed=False) as page:
         await page.get_by_role("button", name="Talk", exact=True).click()
@@ -267,6 +270,7 @@ async def test_an_image_is_drawn_from_coarse_to_fine(open_page: OpenPage) -> Non
         await page.wait_for_function("() => document.getElementById('image-note').textContent.includes('told to fail')")
 
 
+@pytest.mark.slow
 async def test_the_picture_shows_every_stage_and_its_state(open_page: OpenPage) -> None:
     async with open_page() as page:
         await page.wait_for_selector("#readiness[data-state=ready]")
@@ -275,6 +279,7 @@ async def test_the_picture_shows_every_stage_and_its_state(open_page: OpenPage) 
         assert "tts ready, 0 running, 0 queued" in await page.locator("#picture svg").get_attribute("aria-label")
 
 
+@pytest.mark.slow
 async def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage) -> None:
     async with open_page(viewport={"width": 360, "height": 740}) as page:
         await page.wait_for_selector("#picture svg")
@@ -282,6 +287,7 @@ async def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage) 
         assert await page.get_by_role("button", name="Talk", exact=True).is_visible()
 
 
+@pytest.mark.slow
 async def test_resampling_keeps_a_tone_however_it_is_cut(open_page: OpenPage) -> None:
     async with open_page() as page:
         results: list[list[list[float]]] = await page.evaluate(

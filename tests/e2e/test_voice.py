@@ -115,6 +115,7 @@ def test_every_container_is_read_back(client: OpenAI, form: str) -> None:
     assert "weather" in hear(client, speak(client, "The weather is nice today.", form), f"speech.{form}").lower()
 
 
+@pytest.mark.slow
 def test_speech_is_the_same_streamed_and_whole(client: OpenAI, voice: Running) -> None:
     text = "The weather is nice today. We bought some fresh bread and cheese at the market."
     whole = speak(client, text, "pcm")
@@ -218,6 +219,7 @@ def test_idle_costs_nothing(voice: Running) -> None:
     assert share < 2 * IDLE_CORE
 
 
+@pytest.mark.slow
 def test_wav_that_is_streamed_has_one_header(client: OpenAI) -> None:
     data = speak(client, "One. Two. Three.")
     assert data.count(b"RIFF") == 1
@@ -248,6 +250,7 @@ async def test_the_page_hears_a_question_and_answers_aloud(voice: Running, chrom
         await browser.close()
 
 
+@pytest.mark.slow
 async def test_two_speak_at_once(voice: Running) -> None:
     """Two requests share the models, and neither gets the other's words."""
     from openai import AsyncOpenAI

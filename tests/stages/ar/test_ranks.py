@@ -79,6 +79,7 @@ async def said_by_one(folder: Path) -> list[str]:
         return [(await run(stage, prompt, max_tokens=24))[0] for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 async def test_two_ranks_say_what_one_process_says(ranked: Running, checkpoint: Path) -> None:
     assert set(ranked.pids()) == {"llm#0", "llm#0.1"}
     said = await said_by_two(ranked)

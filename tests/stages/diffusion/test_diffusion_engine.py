@@ -122,6 +122,7 @@ def tensors_alive() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects() if type(thing) is torch.Tensor)
 
 
+@pytest.mark.slow
 def test_two_hundred_cancels_leave_nothing(bench: Bench) -> None:
     def cancel_some(count: int) -> None:
         for number in range(count):
