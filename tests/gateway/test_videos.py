@@ -14,7 +14,10 @@ import pytest
 from tests.gateway.pictures import picture
 from tests.pipelines import up
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
+    pytest.mark.usefixtures("studio"),  # it outlives this module, so it is to be there before the module begins
+]
 
 VIDEOS = "/v1/videos"
 KILLED = """

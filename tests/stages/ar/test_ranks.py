@@ -24,6 +24,7 @@ from tests.stages.test_causal_lm import loaded, run  # noqa: E402
 
 ARGS = {"kv_cache_mb": 2, "max_tokens": 300, "max_context": 400, "max_sequences": 4, "max_batch_tokens": 24, "dtype": "float32"}
 PROMPTS = ["w5 w6 w7", "w8", "w9 w10 w11 " * 20, "w9 w10 w11 " * 20 + "w3", "w100 w101", "w17 w16 w15"]
+IDLE_S = 0.1  # of a core, that each rank may use in 5 s without work
 
 PIPELINE = """
 [pipeline]
@@ -112,7 +113,8 @@ def test_an_idle_model_costs_its_ranks_nothing(ranked: Running) -> None:
     pids = ranked.pids().values()
     before = [cpu_s(pid) for pid in pids]
     time.sleep(5)
-    assert [cpu_s(pid) - was < 0.1 for pid, was in zip(pids, before, strict=True)] == [True, True]
+    used = [cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
+    assert max(used) < 2 * IDLE_S, used
 
 
 @pytest.mark.slow
