@@ -166,17 +166,17 @@ async def test_a_consumer_that_dies_at_a_step_of_a_read(
     await survivor.talks_to_itself()
 
 
-# ---- a hundred lines, picked by seed --------------------------------------------------------------------------------------------
+# ---- a hundred lines each way, picked by seed, half of them on each event loop ----------------------------------------------------
 
-POINTS = 100
+POINTS = 50
 MOST_LINES = 5_000  # some thirty chunks
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 async def test_a_producer_that_dies_at_any_line(survivor: Survivor, processes: ForkServerContext, tmp_path: Path) -> None:
     await survivor.talks_to_itself()
-    dice, before, count = random.Random(11), left(), 0
+    dice, before, count = random.Random(f"producer {type(asyncio.get_running_loop())}"), left(), 0
     for point in range(POINTS):
         reader = crashing.Reader(point, most_held=0)
         survivor.on_chunk = reader.on_chunk  # type: ignore[method-assign]
@@ -192,10 +192,13 @@ async def test_a_producer_that_dies_at_any_line(survivor: Survivor, processes: F
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 async def test_a_consumer_that_dies_at_any_line(survivor: Survivor, processes: ForkServerContext, tmp_path: Path) -> None:
     await survivor.talks_to_itself()
-    dice, before = random.Random(12), left()[1]  # its own descriptors are more once it has had to make jumbo areas
+    dice, before = (
+        random.Random(f"consumer {type(asyncio.get_running_loop())}"),
+        left()[1],
+    )  # its own descriptors are more once it has had to make jumbo areas
 
     def stats_are_zero() -> bool:
         stats = survivor.connector.stats()
