@@ -32,7 +32,11 @@ def save(family: str, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(7)
     if family in OMNI:
-        tf.Qwen3OmniMoeForConditionalGeneration(omni_config()).save_pretrained(folder)
+        model = tf.Qwen3OmniMoeForConditionalGeneration(omni_config())
+        for weight in model.parameters():  # transformers leaves some of these as the memory was
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.2)
+        model.save_pretrained(folder)
     else:
         make = {
             "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)),
