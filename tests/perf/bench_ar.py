@@ -1,8 +1,8 @@
 """The autoregressive engine beside transformers' own ways to generate, in one run on one thread: throughput as ratios.
 
-    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--arms "engine,generate x8"] [--new 96] [--every 1] [--json]
+    python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--arms "engine,generate x8"] [--new 96] [--every 2] [--json]
 
-engine        stages.ar: 8 requests, one arrives with every step (--every 2: with every second one)
+engine        stages.ar: 8 requests, one arrives with every second step (--every 1: with each)
 generate x8   `generate` of all 8 as one batch that begins at once
 generate x1   `generate` of one after the other
 continuous    transformers' continuous batching of all 8 at once, without shared blocks
@@ -35,6 +35,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from machine import cpu
 
 from stages.ar.engine import Engine
 from stages.ar.params import Sampling
@@ -244,7 +245,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--arms", default=",".join(ARMS), help='"http" too, for SmolLM2')
     parser.add_argument("--new", type=int, default=96, help="tokens of each reply")
-    parser.add_argument("--every", type=int, default=1, help="steps from one arrival to the next")
+    parser.add_argument("--every", type=int, default=2, help="steps from one arrival to the next")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -260,7 +261,7 @@ def main() -> None:
             if http is not None:
                 http.running.down()
     about = {
-        "machine": f"{len(os.sched_getaffinity(0))} CPUs, {_cpu()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "machine": f"{len(os.sched_getaffinity(0))} CPUs, {cpu()}, Python {platform.python_version()}, torch {torch.__version__}",
         "command": "python " + shlex.join(["tests/perf/bench_ar.py", *sys.argv[1:]]),
         "load": f"{REQUESTS} requests, {PROMPT} tokens in, {options.new} out, greedy, float32, 1 thread",
     }
@@ -279,13 +280,6 @@ def main() -> None:
         prefix = result["prefix"]
         print(f"  {'join':<24} {result['join_steps']:8d} steps at most   pass 2")
         print(f"  {'prefix':<24} {prefix['ratio']:8.1f}   {prefix['cold_ms']:.0f} / {prefix['warm_ms']:.0f} ms   pass 5")
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from machine import cpu
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -72,7 +74,7 @@ def main() -> None:
         report = asyncio.run(measure(stage, args, plain_caller(Path(folder), args.steps), compute))
         stage.close()
     command = "python tests/perf/bench_diffusion.py " + " ".join(sys.argv[1:])
-    machine = f"{len(os.sched_getaffinity(0))} CPUs, {_cpu()}, Python {platform.python_version()}, {args.threads} threads"
+    machine = f"{len(os.sched_getaffinity(0))} CPUs, {cpu()}, Python {platform.python_version()}, {args.threads} threads"
     if args.json:
         print(json.dumps({"machine": machine, "command": command.strip(), **report}))
         return
@@ -140,13 +142,6 @@ async def measure(stage: Stage, args: argparse.Namespace, plain: Callable[[int],
         "stage_per_s": args.requests / median["stage_many"],
         "many_ratio": median["plain_many"] / median["stage_many"],
     }
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

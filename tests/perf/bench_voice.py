@@ -19,6 +19,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+from machine import cpu
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -76,7 +78,7 @@ def main() -> None:
                 "p99": values[min(len(values) - 1, int(len(values) * 0.99))],
                 "n": len(values),
             }
-    machine = f"{len(os.sched_getaffinity(0))} CPUs, {_cpu()}, Python {platform.python_version()}"
+    machine = f"{len(os.sched_getaffinity(0))} CPUs, {cpu()}, Python {platform.python_version()}"
     command = f"python tests/perf/bench_voice.py --turns {args.turns}"
     if args.json:
         print(
@@ -88,13 +90,6 @@ def main() -> None:
     print(f"{'milliseconds after the end of speech':<58} {'n':>3} {'median':>8} {'p99':>8}")
     for key, row in rows.items():
         print(f"{STEPS[key]:<58} {row['n']:>3} {row['median']:>8.0f} {row['p99']:>8.0f}")
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":
