@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -43,6 +44,8 @@ log = get_logger("streamrt.process")
 
 LOST_S = 1.5  # how long a process may take to leave once its orchestrator is gone
 PR_SET_PDEATHSIG = 1
+GC_THRESHOLD = gc.get_threshold()
+LOADING_GC_THRESHOLD = 100_000  # objects made between two collections while libraries are imported, which make millions that stay
 
 
 def main() -> None:
@@ -57,6 +60,7 @@ def main() -> None:
     name = f"{args.name}#{args.replica}" + (f".{args.rank}" if args.rank else "")
     configure(name, os.environ.get("STREAMRT_LOG", "INFO"))
     _name_process(name)
+    gc.set_threshold(LOADING_GC_THRESHOLD)
     run = RunDir.at(args.run)
     if args.kind == "gateway":
         status = uvloop.run(_gateway(run, args.name, args.replica))
@@ -142,6 +146,7 @@ async def _gateway(run: RunDir, name: str, replica: int) -> int:
             life.member.load_failed(f"{name}: {error}")
             return 3
         serve = importlib.import_module("gateway").serve
+        _settle()
         stop = asyncio.Event()
 
         def ready(address: str) -> None:
@@ -320,7 +325,15 @@ def _load(config: PipelineConfig, context: Context) -> Stage:
     args = registry.parse_args(kind, spec, config.file)
     stage = kind.configured(args)(args, context)
     stage.load()
+    _settle()
     return stage
+
+
+def _settle() -> None:
+    """What is loaded stays, so the garbage collector need not look at it again: no request waits while it goes through a library's modules."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLD)
 
 
 def _snapshot(actor: Actor, connectors: dict[str, Connector], metrics: Metrics, lag_s: float) -> list[Any]:

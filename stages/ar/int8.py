@@ -19,6 +19,7 @@ from torch import nn
 from streamrt import ConfigError
 
 LEVELS, ZERO = 127, 128  # activations: uint8, 1..255 around 128
+ROWS = 256  # of a weight, quantized at a time: what lies between fits into the caches
 
 
 class Int8Linear(nn.Module):
@@ -29,8 +30,13 @@ class Int8Linear(nn.Module):
         weight = linear.weight.detach().float()
         # Without VNNI two products are added in 16 bits with saturation: 2 * 255 * 63 is what fits.
         levels = 127 if has_vnni else 63
-        scales = (weight.abs().amax(1) / levels).clamp(min=1e-12).double()
-        quantized = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8)
+        scales = (torch.maximum(weight.amax(1), -weight.amin(1)) / levels).clamp(min=1e-12)
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        for rows in range(0, len(weight), ROWS):
+            at = slice(rows, rows + ROWS)
+            rounded[at] = torch.div(weight[at], scales[at, None]).round_()
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+        quantized = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros, 0)  # noqa: SLF001 - no public name
         self._packed = torch.ops.quantized.linear_prepack(quantized, None)
         self._bias = None if linear.bias is None else linear.bias.detach().float()
         self.in_features, self.out_features = linear.in_features, linear.out_features

@@ -12,8 +12,10 @@ Rules
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -37,14 +39,21 @@ class KVStore:
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
         shape = (blocks, block_size, kv_heads, head_dim)
-        # Zeroed memory is not there until it is written to, on a CPU.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.rows = {n: torch.zeros((blocks, block_size, hidden_size), dtype=dtype, device=device) for n in row_layers}
+        self.keys = [zeros(shape, dtype, device) for _ in range(layers)]
+        self.values = [zeros(shape, dtype, device) for _ in range(layers)]
+        self.rows = {n: zeros((blocks, block_size, hidden_size), dtype, device) for n in row_layers}
 
     def read_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """(slots, hidden): a copy."""
         return self.rows[layer].flatten(0, 1).index_select(0, slots.to(self.rows[layer].device))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Like torch's, but on a CPU the memory is not there until it is written to."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
 
 
 def text_config(model: Any) -> Any:
