@@ -96,12 +96,12 @@ class _Run(NamedTuple):
     def of(self, memory: torch.Tensor, window: int | None) -> torch.Tensor:
         """(1, kv heads, tokens, head dim), the last `window` tokens of it."""
         skipped = 0 if window is None else max(0, self.length - window)
-        if self.blocks is None:
-            tokens = memory.flatten(0, 1)[self.start + skipped : self.start + self.length]
-        else:
-            size = memory.shape[1]
-            first = skipped // size  # whole blocks outside of the window are not gathered
-            tokens = memory.index_select(0, self.blocks[first:]).flatten(0, 1)[skipped - first * size : self.length - first * size]
+        size, heads, dim = memory.shape[1:]
+        if self.blocks is None:  # one call makes the view: there are two for every sequence and layer
+            token = heads * dim
+            return memory.as_strided((1, heads, self.length - skipped, dim), (0, dim, token, 1), (self.start + skipped) * token)
+        first = skipped // size  # whole blocks outside of the window are not gathered
+        tokens = memory.index_select(0, self.blocks[first:]).flatten(0, 1)[skipped - first * size : self.length - first * size]
         return tokens.transpose(0, 1)[None]
 
 
@@ -175,10 +175,13 @@ def _cpu(query: torch.Tensor, step: Step, layer: int, scale: float, window: int 
         v = values.index_select(0, plan.padded).view(shape).transpose(1, 2)
         out = F.scaled_dot_product_attention(packed, k, v, attn_mask=plan.decode_mask(k.shape[2], window), scale=scale)
         result[: step.decodes] = out.reshape(step.decodes, heads, dim)
-    for n, run in enumerate(plan.decodes):
-        packed = query[n].reshape(1, groups, heads // groups, dim)
-        out = F.scaled_dot_product_attention(packed, run.of(keys, window), run.of(values, window), scale=scale)
-        result[n] = out.reshape(heads, dim)
+    if plan.decodes:
+        packed = query[: step.decodes].reshape(step.decodes, 1, groups, heads // groups, dim).unbind()
+        outs = [
+            F.scaled_dot_product_attention(one, run.of(keys, window), run.of(values, window), scale=scale)
+            for one, run in zip(packed, plan.decodes, strict=True)
+        ]
+        torch.cat(outs, out=result[: step.decodes].view(step.decodes, groups, heads // groups, dim))
     for n, (prefill, run) in enumerate(zip(step.prefills, plan.prefills, strict=True)):
         queries = prefill.end - prefill.start
         k, v = (

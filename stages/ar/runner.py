@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stages.ar.attention import BACKENDS, NAME, Prefill, Step, register
+from stages.ar.cpu_layers import PackedLinear, can_exchange, exchange, is_wide
 from stages.ar.kv import KVStore, head_dim, kv_heads, text_config, unsupported
 from streamrt import ConfigError
 
@@ -85,6 +86,7 @@ class Runner:
         names = inspect.signature(type(self.inner).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.24
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
+        self._layers = "the model's own"
         self._step: Step | None = None
         self._likeliest = torch.zeros(0, dtype=torch.int64)  # of the last pass
         self.tolerance = 1e-3 if self.dtype == torch.float32 else 0.1  # of `check`, relative to the largest logit
@@ -97,13 +99,19 @@ class Runner:
 
     def exchange(self) -> None:
         """Put other modules in the place of the model's that do the same. Before anything is hooked to them; `check` compares afterwards."""
+        if self.ranks > 1 or self.dtype != torch.float32 or not can_exchange():  # a share of a layer works through its hooks
+            return
+        self._layers = "norms and gated layers fused, wide ones packed for oneDNN"
+        exchange(self.inner)
+        if is_wide(self.head):
+            self.head = PackedLinear(self.head, is_tied=self.head.weight is getattr(self.embed, "weight", None))
 
     def prepare(self, *, max_tokens: int, max_sequences: int, max_context: int) -> None:
         """Whatever the first steps would wait for; see Engine for what they hold. Once, after `check`."""
 
     def describe(self) -> dict[str, str]:
         """What was chosen by what the device can do, in words."""
-        return {}
+        return {"layers": self._layers}
 
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make the store. Once, before the first pass."""

@@ -347,9 +347,9 @@ def test_a_model_that_does_more_than_the_runner_knows_is_refused(folder: Path) -
     from stages.ar.runner import Runner
 
     model = families.read("qwen3", folder)
-    head = model.lm_head.forward
     runner = Runner(model)
-    model.lm_head.forward = lambda hidden: head(hidden) * 1.1
+    head = runner.head
+    runner.head = lambda hidden: head(hidden) * 1.1
     with pytest.raises(ConfigError, match="logits differ from Qwen3ForCausalLM's own"):
         families.engine(runner)
 
