@@ -225,7 +225,7 @@ class Http:
         await turn.wait()
         # Text of about as many tokens, whose reply goes on to the end.
         text = f"Count slowly from {prompt[0]} to {prompt[0] + 500}, one number after the other, all of them."
-        body = {"model": "default", "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": self.new,
+        body = {"model": "bench-ar", "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": self.new,
                 "temperature": 0, "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
         made = 0
         async with session.post(f"{self.running.url}/v1/chat/completions", json=body) as response:
