@@ -56,7 +56,8 @@ class CodePredictor:
         return nexts
 
     def feed(self, engine: Engine, job: Job, text: torch.Tensor) -> None:
-        """The next text embedding, (hidden,)."""
+        """The next text embedding, (hidden,). Raises ValueError where it is none."""
+        engine.check_embedding(text)
         state: Frames = job.state
         if state.pending is None:
             state.texts.append(text)
@@ -65,7 +66,8 @@ class CodePredictor:
             engine.give(job, pending + text)
 
     def end(self, engine: Engine, job: Job, filler: torch.Tensor) -> None:
-        """No more text: `filler`, (hidden,), stands for it from here on."""
+        """No more text: `filler`, (hidden,), stands for it from here on. Raises ValueError where it is no embedding."""
+        engine.check_embedding(filler)
         job.state.filler = filler
         if job.state.pending is not None:
             self.feed(engine, job, filler)

@@ -11,11 +11,13 @@ Rules
 - An input is a token, or an embedding in its place. A hook may give the next one, or have the job wait until somebody gives it (`give`).
 - A pass may be begun whose tokens only the device knows: of jobs that take the likeliest. A token that is not known yet stands as 0 at its job's
   end, never longer than until `step` returns. What a job does after its end is thrown away.
-- Who owns a job decides when it ends (`remove`); then nothing of it is left but cached blocks.
+- Who owns a job decides when it ends (`remove`); then nothing of it is left but cached blocks. What a hook raises for a job ends that job alone
+  (`Advance.error`), in the step in which it does.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Collection
 from collections.abc import Sequence as Tokens
@@ -31,6 +33,9 @@ from stages.ar.params import Sampling
 from stages.ar.runner import Batch, Result, Runner
 from stages.ar.sampler import Grammar, Row, Sampled, sample
 from stages.ar.scheduler import Scheduler, Sequence, Span
+from streamrt import StageFailed, StreamrtError
+
+log = logging.getLogger(__name__)
 
 
 class Embeddings:
@@ -75,7 +80,16 @@ class Hook(Protocol):
     """Work between two steps, for the jobs that share it, all at once: a nested loop of codebooks, the next embedding."""
 
     def after(self, jobs: list[Job], sampled: list[Sampled], hidden: torch.Tensor) -> list[Next]:
-        """hidden: (jobs, hidden), of the rows that were sampled from, after the last norm. On the compute thread, in inference mode."""
+        """What comes after each of the jobs' new tokens.
+
+        What it raises fails one job: with several it is called again, for each of them alone. So it raises before it has changed anything.
+        On the compute thread, in inference mode.
+
+        Args:
+            jobs: at least one.
+            sampled: their new tokens, which `Job.tokens` ends with.
+            hidden: (jobs, hidden), of the rows that were sampled from, after the last norm.
+        """
         ...
 
 
@@ -107,6 +121,7 @@ class Advance(NamedTuple):
     job: Job
     sampled: Sampled
     made: Any = None
+    error: StreamrtError | None = None  # its hook failed: the job is over
 
 
 class _Pass(NamedTuple):
@@ -192,10 +207,14 @@ class Engine:
                 is found again.
             contents: what the tokens of a span stand for.
             fields: the others of Job.
+        Raises:
+            ValueError: an embedding has another shape, or is not in order.
         """
         inputs = Embeddings()
         keys = PrefixKeys(self.revision, self.pool.block_size, contents)
         for position, rows in embeddings:
+            if rows.ndim != 2 or rows.shape[1] != self.runner.config.hidden_size:
+                raise ValueError(f"embeddings have the shape {tuple(rows.shape)}, expected (n, {self.runner.config.hidden_size})")
             inputs.put(position, rows)
             if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
                 keys.stop_at(position)
@@ -218,10 +237,16 @@ class Engine:
         self.scheduler.hold(job, is_held=job.is_paused or job.is_waiting)
 
     def give(self, job: Job, embedding: torch.Tensor) -> None:
-        """The input, (hidden,), that a job waits for."""
+        """The input, (hidden,), that a job waits for. Raises ValueError where it is none."""
+        self.check_embedding(embedding)
         self._put(job, embedding)
         job.is_waiting = False
         self.scheduler.hold(job, is_held=job.is_paused)
+
+    def check_embedding(self, embedding: torch.Tensor) -> None:
+        """Raise ValueError unless it is one: a wrong one would fail the pass of all."""
+        if tuple(embedding.shape) != (width := self.runner.config.hidden_size,):
+            raise ValueError(f"an embedding has the shape {tuple(embedding.shape)}, expected ({width},)")
 
     def rows(self, job: Job, layer: int, start: int, end: int) -> torch.Tensor:
         """(end - start, hidden): what layer `layer` was given for tokens that are computed, cached ones included. Of a job that runs."""
@@ -268,34 +293,56 @@ class Engine:
         if now.is_known_to_device:
             tokens = now.result.likeliest()
             advances = [Advance(now.jobs[n], Sampled(tokens[n])) for n in rows]
-            for n, (job, choice, _) in zip(rows, advances, strict=True):
-                job.tokens[now.ats[n] :] = [choice.token]
-                job.sampler.push(choice.token)
+            for n, advance in zip(rows, advances, strict=True):
+                advance.job.tokens[now.ats[n] :] = [tokens[n]]
+                advance.job.sampler.push(tokens[n])
             return advances
         jobs = now.jobs if len(rows) == len(now.jobs) else [now.jobs[n] for n in rows]
         logits, hidden = (x if jobs is now.jobs else x[rows] for x in (now.result.logits, now.result.hidden))
         sampled = sample(logits, [job.sampler for job in jobs])
         for job, choice in zip(jobs, sampled, strict=True):
             job.tokens.append(choice.token)
-        made = self._hooks(jobs, sampled, hidden)
-        return [Advance(job, choice, made.get(n)) for n, (job, choice) in enumerate(zip(jobs, sampled, strict=True))]
-
-    def _hooks(self, jobs: list[Job], sampled: list[Sampled], hidden: torch.Tensor) -> dict[int, Any]:
+        advances = [Advance(job, choice) for job, choice in zip(jobs, sampled, strict=True)]
         groups: dict[Hook, list[int]] = {}
         for n, job in enumerate(jobs):
             if job.hook is not None:
                 groups.setdefault(job.hook, []).append(n)
-        made: dict[int, Any] = {}
         for hook, group in groups.items():
-            nexts = hook.after([jobs[n] for n in group], [sampled[n] for n in group], hidden[group])
-            for n, following in zip(group, nexts, strict=True):
-                made[n] = following.made
-                if following.embedding is not None:
-                    self._put(jobs[n], following.embedding)
-                if following.waits:
-                    jobs[n].is_waiting = True
-                    self.scheduler.hold(jobs[n], is_held=True)
-        return made
+            for n, advance in zip(group, self._hooked(hook, [advances[n] for n in group], hidden[group]), strict=True):
+                advances[n] = advance
+        return advances
+
+    def _hooked(self, hook: Hook, advances: list[Advance], hidden: torch.Tensor) -> list[Advance]:
+        """`advances` of the jobs that share `hook`, with what it says of them."""
+        try:
+            nexts = hook.after([advance.job for advance in advances], [advance.sampled for advance in advances], hidden)
+            if len(nexts) != len(advances):
+                raise ValueError(f"{len(nexts)} results for {len(advances)} jobs")
+        except Exception as error:  # a hook is its jobs' own: what is wrong with one must not end the others
+            if len(advances) > 1:
+                return [one for n, advance in enumerate(advances) for one in self._hooked(hook, [advance], hidden[n : n + 1])]
+            log.exception("engine.hook_failed")
+            return [self._fail(advances[0], error)]
+        return [self._follow(advance, following) for advance, following in zip(advances, nexts, strict=True)]
+
+    def _follow(self, advance: Advance, following: Next) -> Advance:
+        job = advance.job
+        if following.embedding is not None:
+            try:
+                self.check_embedding(following.embedding)
+            except ValueError as error:
+                return self._fail(advance, error)
+            self._put(job, following.embedding)
+        if following.waits:
+            job.is_waiting = True
+            self.scheduler.hold(job, is_held=True)
+        return advance._replace(made=following.made)
+
+    def _fail(self, advance: Advance, error: Exception) -> Advance:
+        """Its hook can not go on with it."""
+        self.remove(advance.job)
+        name = type(advance.job.hook).__name__
+        return advance._replace(error=error if isinstance(error, StreamrtError) else StageFailed(f"{name} failed: {error!r}"))
 
     def _put(self, job: Job, embedding: torch.Tensor) -> None:
         position = len(job.tokens) - 1

@@ -193,9 +193,12 @@ class TextEngine:
             return []
         reply, choice = self._choices[advance.job]
         generation, token = reply.generation, advance.sampled.token
-        if error := advance.job.sampler.error:
+        error: Exception | None = advance.error
+        if error is None and (why := advance.job.sampler.error):
+            error = StageFailed(f"the reply's grammar takes too much work: {why}")
+        if error is not None:
             self.cancel(reply.request_id)
-            return [Output(reply.request_id, error=StageFailed(f"the reply's grammar takes too much work: {error}"))]
+            return [Output(reply.request_id, error=error)]
         # 1. what this token says, and whether it is the last
         pieces: list[Piece] = []
         if token in generation.stop_token_ids or token in self._ends and not generation.ignore_eos:

@@ -16,7 +16,7 @@ from stages.ar.blocks import Content  # noqa: E402
 from stages.ar.engine import Embeddings, Engine, Job, Next  # noqa: E402
 from stages.ar.params import Sampling  # noqa: E402
 from stages.ar.sampler import Sampled  # noqa: E402
-from streamrt import ConfigError, Overloaded, TooLong  # noqa: E402
+from streamrt import ConfigError, Overloaded, StageFailed, TooLong  # noqa: E402
 from tests.stages.ar import families  # noqa: E402
 
 LAYERS = (0, 2)
@@ -116,6 +116,75 @@ def test_a_hook_gives_the_next_input_of_all_its_jobs_at_once(engine: Engine) -> 
     hook = Scripted(engine, waits=False)
     assert run(engine, *(engine.job(p, Sampling(), hook=hook) for p in prompts)) == expected
     assert hook.sizes.count(2) >= 5
+
+
+class Failing(Scripted):
+    """And of one job can not, from its third token on: it raises, or gives what is no embedding, or too little."""
+
+    victim: Job
+    how = ""
+
+    def after(self, jobs: list[Job], sampled: list[Sampled], hidden: Any) -> list[Next]:
+        nexts = super().after(jobs, sampled, hidden)
+        if self.how and self.victim in jobs and len(self.victim.tokens) == self.victim.prompt_length + 3:
+            if self.how == "raises":
+                raise RuntimeError("no more of this")
+            if self.how == "too few":
+                return nexts[:-1]
+            nexts[jobs.index(self.victim)] = Next(torch.zeros(63))
+        return nexts
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", r"Failing failed: RuntimeError\('no more of this'\)"),
+        ("too few", r"Failing failed: ValueError\('0 results for 1 jobs'\)"),
+        ("no embedding", r"the shape \(63,\), expected \(64,\)"),
+    ],
+)
+def test_a_hook_that_fails_ends_its_own_job_and_costs_the_others_nothing(engine: Engine, how: str, words: str) -> None:
+    prompts = [prompt(5), prompt(9, 1), prompt(7, 2)]
+
+    def serve(how: str) -> tuple[list[Job], int, list[Any]]:
+        """Jobs, passes, errors."""
+        engine.pool.invalidate()
+        hook = Failing(engine, waits=False)
+        jobs = [engine.job(p, Sampling(), hook=hook) for p in prompts]
+        hook.victim, hook.how = jobs[1], how
+        errors, passes = [], 0
+        for job in jobs:
+            engine.add(job)
+        while engine.has_work:
+            passes += 1
+            for advance in engine.step():
+                if advance.error is not None:
+                    errors.append((advance.job, advance.error))
+                elif len(advance.job.tokens) == advance.job.prompt_length + 6:
+                    engine.remove(advance.job)
+        return jobs, passes, errors
+
+    expected, passes, none = serve("")
+    jobs, passes_beside_a_failure, errors = serve(how)
+    assert none == []
+    assert passes_beside_a_failure == passes
+    assert [job.tokens for job in jobs] == [expected[0].tokens, expected[1].tokens[: 9 + 3], expected[2].tokens]
+    ((job, error),) = errors
+    assert job is jobs[1]
+    with pytest.raises(StageFailed, match=words):
+        raise error
+
+
+def test_an_embedding_that_is_none_is_refused_where_it_comes_in(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"\(4, 63\)"):
+        engine.job(prompt(8), Sampling(), embeddings=[(2, torch.zeros(4, 63))])
+    job = engine.job(prompt(5), Sampling(), hook=Scripted(engine, waits=True))
+    engine.add(job)
+    engine.step()
+    with pytest.raises(ValueError, match=r"\(1, 64\), expected \(64,\)"):
+        engine.give(job, torch.zeros(1, 64))
+    assert job.is_waiting
+    engine.remove(job)
 
 
 def test_a_job_waits_for_its_input_while_others_go_on_and_is_preempted_for_them(folder: Path) -> None:

@@ -49,7 +49,7 @@ def run(core: Engine, sampling: list[Sampling], *, cancelled: frozenset[int] = f
                 more = {"min_tokens": 4, "ends": range(32)} if len(jobs) % 4 == 3 else {}  # whose first tokens are chosen on the host
                 jobs.append(core.job(prompts[len(jobs)], sampling[len(jobs) % len(sampling)], **more))
                 core.add(jobs[-1])
-        for job, choice, _ in core.step():
+        for job, choice, *_ in core.step():
             n = jobs.index(job)
             ends.setdefault(n, [])
             made = job.tokens[job.prompt_length :]

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra streamrt[torch]")
 
 from stages.ar.params import Generation, Sampling  # noqa: E402
 from stages.ar.text_engine import TextEngine  # noqa: E402
-from streamrt import BadRequest, ConfigError, Output, Overloaded, Request, TooLong, text_chunk  # noqa: E402
+from streamrt import BadRequest, ConfigError, Output, Overloaded, Request, StageFailed, TooLong, text_chunk  # noqa: E402
 from tests.stages.ar import families  # noqa: E402
 
 
@@ -115,6 +115,26 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(engine: TextEngine
     told = [entry for o in outputs if o.chunk is not None for entry in o.chunk.meta.get("logprobs", [])]
     assert [entry["token"] for entry in told] == words(outputs)
     assert all(entry["bytes"] == list(entry["token"].encode()) for entry in told)
+
+
+class Broken:
+    def after(self, jobs: list[Any], sampled: list[Any], hidden: Any) -> list[Any]:
+        raise RuntimeError("bug")
+
+
+def test_a_broken_hook_fails_its_own_request(engine: TextEngine) -> None:
+    expected = words(run(engine, ask()))
+    for name, n in (("broken", 2), ("whole", 1)):
+        engine.submit(Request(name, "respond"), ask(n=n))
+    for job in engine._choices:
+        if engine._choices[job][0].request_id == "broken":
+            job.hook = Broken()
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    (failed,) = [o for o in outputs if o.request_id == "broken"]
+    assert isinstance(failed.error, StageFailed)
+    assert words([o for o in outputs if o.request_id == "whole"]) == expected
 
 
 def test_a_paused_request_waits_and_the_others_do_not(engine: TextEngine) -> None:
