@@ -1,11 +1,15 @@
 """The autoregressive engine beside transformers' own ways to generate, in one run on one thread: throughput as ratios.
 
     python tests/perf/bench_ar.py [--pairs 5] [--models 30m,smollm2] [--arms "engine,generate x8"] [--new 96] [--every 2] [--json]
+    python tests/perf/bench_ar.py --models 30m --arms companions,aborts
 
 engine        stages.ar: 8 requests, one arrives with every second step (--every 1: with each)
 generate x8   `generate` of all 8 as one batch that begins at once
 generate x1   `generate` of one after the other
 continuous    transformers' continuous batching of all 8 at once, without shared blocks
+companions    the engine's 8, and 8 more rows in each pass: requests of one token, which stay to the end
+aborts        the same rows, but these 8 are aborted after each pass, and 8 others come. So `aborts / companions` is what aborts cost those who stay
+              (both only when they are asked for)
 http          `streamrt up` with the engine on one thread, 8 chat requests that stream over HTTP, each when the one before has begun to
               speak (SmolLM2 only, and only when it is asked for)
 
@@ -37,18 +41,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from machine import cpu
 
-from stages.ar.engine import Engine
+from stages.ar.engine import Engine, Job
 from stages.ar.params import Sampling
 from stages.ar.runner import Runner
 
-REQUESTS, PROMPT = 8, 64
+REQUESTS, PROMPT, COMPANIONS = 8, 64, 8
 ARMS = ("engine", "generate x8", "generate x1", "continuous")
+ENGINE_ARMS = ("engine", "companions", "aborts")
 # ratio -> arms above, below; pass, stretch
 TARGETS = {
     "engine / generate x8": ("engine", "generate x8", 1.0, 1.1),
     "engine / generate x1": ("engine", "generate x1", 3.0, 4.0),
     "engine / continuous": ("engine", "continuous", 1.1, 1.3),
     "http / engine": ("http", "engine", 0.9, 0.95),
+    "aborts / companions": ("aborts", "companions", 0.95, 1.0),
 }
 
 
@@ -86,17 +92,36 @@ class Bench:
             Runner(MODELS[name]()), blocks=1025, block_size=4, max_tokens=128, max_sequences=16, max_context=1024, max_waiting=64
         )
         self.joins: list[int] = []
+        self.aborts = 0
 
     def arm_engine(self, prompts: list[list[int]]) -> None:
+        self._serve(prompts, 0, is_aborted=False)
+
+    def arm_companions(self, prompts: list[list[int]]) -> None:
+        self._serve(prompts, COMPANIONS, is_aborted=False)
+
+    def arm_aborts(self, prompts: list[list[int]]) -> None:
+        self._serve(prompts, COMPANIONS, is_aborted=True)
+
+    def _serve(self, prompts: list[list[int]], companions: int, *, is_aborted: bool) -> None:
         engine, waiting = self.engine, list(prompts)
         step, left = 0, len(prompts)
-        arrived = {}
+        arrived: dict[Job, int] = {}
+        beside: list[Job] = []
         while left:
+            if is_aborted:
+                self.aborts += len(beside)
+                self._remove(beside)
+            while len(beside) < companions:
+                beside.append(engine.job([100 + step], Sampling()))
+                engine.add(beside[-1])
             if waiting and step % self.every == 0:
                 job = engine.job(waiting.pop(0), Sampling())
                 engine.add(job)
                 arrived[job] = step
             for advance in engine.step():
+                if advance.job not in arrived:
+                    continue
                 made = len(advance.job.tokens) - PROMPT
                 if made == 1:
                     self.joins.append(step - arrived[advance.job] + 1)
@@ -104,6 +129,12 @@ class Bench:
                     engine.remove(advance.job)
                     left -= 1
             step += 1
+        self._remove(beside)
+
+    def _remove(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self.engine.remove(job)
+        jobs.clear()
 
     def arm_generate_x8(self, prompts: list[list[int]]) -> None:
         ids = torch.tensor(prompts)
@@ -116,6 +147,8 @@ class Bench:
     def arms(self) -> dict[str, Arm]:
         return {
             "engine": self.arm_engine,
+            "companions": self.arm_companions,
+            "aborts": self.arm_aborts,
             "generate x8": self.arm_generate_x8,
             "generate x1": self.arm_generate_x1,
             "continuous": self.arm_continuous,
@@ -164,12 +197,13 @@ def measure(name: str, options: argparse.Namespace, chosen: list[str], http: Htt
         arm(prompts(count=1))
     rates: dict[str, list[float]] = {arm: [] for arm in arms}
     bench.joins.clear()
+    bench.aborts = 0
     for _ in range(pairs):
         order = list(arms)
         dice.shuffle(order)
         same = prompts()
         for arm in order:
-            if arm == "engine":
+            if arm in ENGINE_ARMS:
                 bench.engine.pool.invalidate()
             # One after the other, the first two of them are as fast as all.
             rates[arm].append(rate(arms[arm], same[:2] if arm == "generate x1" else same, new))
@@ -187,6 +221,7 @@ def measure(name: str, options: argparse.Namespace, chosen: list[str], http: Htt
             if above in rates and below in rates
         },
         "join_steps": max(bench.joins, default=0),
+        "aborts": bench.aborts,
         "prefix": {
             "cold_ms": statistics.median(cold) * 1000,
             "warm_ms": statistics.median(warm) * 1000,
@@ -243,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--arms", default=",".join(ARMS), help='"http" too, for SmolLM2')
+    parser.add_argument("--arms", default=",".join(ARMS), help='and "companions", "aborts"; "http" too, for SmolLM2')
     parser.add_argument("--new", type=int, default=96, help="tokens of each reply")
     parser.add_argument("--every", type=int, default=2, help="steps from one arrival to the next")
     parser.add_argument("--json", action="store_true")
@@ -277,6 +312,8 @@ def main() -> None:
         for ratio, value in result["ratios"].items():
             _, _, least, stretch = TARGETS[ratio]
             print(f"  {ratio:<24} {value:8.2f}   pass {least}, stretch {stretch}")
+        if result["aborts"]:
+            print(f"  {'aborts':<24} {result['aborts']:8d}")
         prefix = result["prefix"]
         print(f"  {'join':<24} {result['join_steps']:8d} steps at most   pass 2")
         print(f"  {'prefix':<24} {prefix['ratio']:8.1f}   {prefix['cold_ms']:.0f} / {prefix['warm_ms']:.0f} ms   pass 5")

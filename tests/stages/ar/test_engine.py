@@ -374,6 +374,69 @@ def test_a_thousand_aborts_leave_nothing_and_the_others_say_what_they_say(folder
     assert [said[job] for job in keepers] == expected
 
 
+def kept_beside_aborts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, aborts_a_step: int
+) -> tuple[list[list[int]], list[list[int]], int, int]:
+    """Four jobs of 100 tokens, beside others that are aborted: their tokens, the passes in which these came, how many of their tokens
+    all passes computed, and how many aborts there were."""
+    dice = random.Random(3)
+    jobs = [engine.job(prompt(length, length), Sampling()) for length in (1, 17, 30, 9)]
+    came: dict[Job, list[int]] = {job: [] for job in jobs}
+    live: list[Job] = []
+    passes = computed = aborted = 0
+    forward, schedule = engine.runner.forward, engine.scheduler.schedule
+
+    def counting(batch: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(batch)
+
+    def looking() -> Any:
+        nonlocal computed
+        spans = schedule()
+        assert not any(span.sequence.is_over for span in spans), "work for a job that is gone"
+        computed += sum(span.end - span.start for span in spans if span.sequence in came)
+        return spans
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", counting)
+        patch.setattr(engine.scheduler, "schedule", looking)
+        for job in jobs:
+            engine.add(job)
+        steps = 0
+        while not all(job.is_over for job in jobs):
+            for _ in range(min(aborts_a_step, len(live))):
+                engine.remove(live.pop(dice.randrange(len(live))))
+                aborted += 1
+            while aborts_a_step and len(live) < 48:
+                live.append(engine.job(prompt(dice.randrange(1, 50), dice.randrange(30)), Sampling()))
+                engine.add(live[-1])
+            steps += 1
+            for advance in engine.step():
+                if advance.job in came:
+                    came[advance.job].append(passes)
+                    if len(came[advance.job]) == 100:
+                        engine.remove(advance.job)
+        assert passes == steps
+    for job in live:
+        engine.remove(job)
+    assert_empty(engine)
+    assert [job.preemptions for job in jobs] == [0] * 4
+    return [job.tokens for job in jobs], list(came.values()), computed, aborted
+
+
+def test_a_thousand_aborts_cost_the_others_no_pass_and_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was there first has each of its tokens in the very pass in which it would have it alone, though rows and blocks are short."""
+    sizes = {"blocks": 126, "max_tokens": 48}
+    alone, beside = fresh(folder, **sizes), fresh(folder, **sizes)
+    *expected, none = kept_beside_aborts(alone, monkeypatch, 0)
+    *got, aborted = kept_beside_aborts(beside, monkeypatch, 11)
+    assert none == 0
+    assert aborted >= 1000
+    assert beside.pool.stats.evictions > 0
+    assert got == expected
+
+
 def test_what_can_not_be_is_refused_and_the_engine_goes_on(folder: Path) -> None:
     engine = fresh(folder, max_waiting=1)
     with pytest.raises(TooLong, match="256 tokens, expected fewer than 256"):
