@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Embeddings:
-    """A sequence's inputs that are no tokens, by position. Kept to its end: what is preempted is computed again."""
+    """What a sequence has beside its tokens, by position: inputs, features. Kept to its end: what is preempted is computed again."""
 
     def __init__(self) -> None:
         self._positions: list[int] = []
@@ -50,12 +50,12 @@ class Embeddings:
 
     @torch.inference_mode()
     def put(self, position: int, rows: torch.Tensor) -> None:
-        """(n, hidden) at `position` and after, which come after all before."""
+        """(n, ...) at `position` and after, which come after all before; all of one shape but for n."""
         start, end = len(self._positions), len(self._positions) + len(rows)
         if self._positions and position <= self._positions[-1]:
             raise ValueError(f"position {position} comes after {self._positions[-1]}")
         if end > len(self._rows):
-            grown = rows.new_empty(max(end, 2 * start), rows.shape[1])
+            grown = rows.new_empty(max(end, 2 * start), *rows.shape[1:])
             if start:
                 grown[:start] = self._rows[:start]
             self._rows = grown
@@ -63,7 +63,7 @@ class Embeddings:
         self._positions.extend(range(position, position + len(rows)))
 
     def between(self, start: int, end: int) -> tuple[list[int], torch.Tensor]:
-        """Positions from `start` up to `end` that have one, and the embeddings."""
+        """Positions from `start` up to `end` that have one, and their rows."""
         first, last = bisect_left(self._positions, start), bisect_left(self._positions, end)
         return self._positions[first:last], self._rows[first:last]
 
@@ -99,6 +99,7 @@ class Job(Sequence):
 
     sampler: Row
     inputs: Embeddings = field(default_factory=Embeddings)
+    deepstack: Embeddings = field(default_factory=Embeddings)
     positions: torch.Tensor | None = None  # (3, prompt) int64 for models with three-dimensional positions; None: 0, 1, 2 ...
     hook: Hook | None = None
     state: Any = None  # the hook's
@@ -175,6 +176,8 @@ class Engine:
             self.pool, max_tokens=max_tokens, max_sequences=max_sequences, max_context=max_context, max_waiting=max_waiting
         )
         self.revision = revision
+        self._embedding_shape = (runner.config.hidden_size,)
+        self._features_shape = (runner.deepstack_layers, runner.config.hidden_size)
         self._begun: _Pass | None = None
 
     # -- jobs
@@ -190,6 +193,7 @@ class Engine:
         ends: Collection[int] = (),
         suppressed: Collection[int] = (),
         embeddings: Tokens[tuple[int, torch.Tensor]] = (),
+        deepstack: Tokens[tuple[int, torch.Tensor]] = (),
         contents: Tokens[Content] = (),
         **fields: Any,
     ) -> Job:
@@ -205,21 +209,25 @@ class Engine:
             suppressed: never chosen.
             embeddings: (position, (n, hidden)) in order, instead of the tokens there. Without a content of the same span nothing from there on
                 is found again.
-            contents: what the tokens of a span stand for.
+            deepstack: (position, (n, layers, hidden)) in order: features that are added to these tokens' hidden states, behind each of the
+                model's first layers. For `Runner.deepstack_layers` of them. Contents as with embeddings.
+            contents: what the tokens of a span stand for; the digest is of all that is given for it.
             fields: the others of Job.
         Raises:
-            ValueError: an embedding has another shape, or is not in order.
+            ValueError: embeddings or features have another shape, or are not in order.
         """
-        inputs = Embeddings()
         keys = PrefixKeys(self.revision, self.pool.block_size, contents)
-        for position, rows in embeddings:
-            if rows.ndim != 2 or rows.shape[1] != self.runner.config.hidden_size:
-                raise ValueError(f"embeddings have the shape {tuple(rows.shape)}, expected (n, {self.runner.config.hidden_size})")
-            inputs.put(position, rows)
-            if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
-                keys.stop_at(position)
+        kept = []
+        for name, given, shape in (("embeddings", embeddings, self._embedding_shape), ("deepstack", deepstack, self._features_shape)):
+            kept.append(Embeddings())
+            for position, rows in given:
+                if rows.shape[1:] != shape:
+                    raise ValueError(f"{name}: the shape {tuple(rows.shape)}, expected (n, {', '.join(map(str, shape))})")
+                kept[-1].put(position, rows)
+                if not any(c.start <= position and position + len(rows) <= c.end for c in contents):
+                    keys.stop_at(position)
         sampler = Row(sampling, tokens, grammar=grammar, logprobs=logprobs, min_tokens=min_tokens, ends=ends, suppressed=suppressed)
-        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=inputs, ends=ends, **fields)
+        return Job(tokens=list(tokens), keys=keys, sampler=sampler, inputs=kept[0], deepstack=kept[1], ends=ends, **fields)
 
     def add(self, job: Job) -> None:
         """Raises TooLong, Overloaded; see Scheduler.add."""
@@ -245,8 +253,8 @@ class Engine:
 
     def check_embedding(self, embedding: torch.Tensor) -> None:
         """Raise ValueError unless it is one: a wrong one would fail the pass of all."""
-        if tuple(embedding.shape) != (width := self.runner.config.hidden_size,):
-            raise ValueError(f"an embedding has the shape {tuple(embedding.shape)}, expected ({width},)")
+        if embedding.shape != self._embedding_shape:
+            raise ValueError(f"an embedding has the shape {tuple(embedding.shape)}, expected {self._embedding_shape}")
 
     def rows(self, job: Job, layer: int, start: int, end: int) -> torch.Tensor:
         """(end - start, hidden): what layer `layer` was given for tokens that are computed, cached ones included. Of a job that runs."""
@@ -369,7 +377,10 @@ class Engine:
             prefills.append(Prefill(begin, len(tokens), end, blocks))
             if end == len(job.tokens):
                 wanted.append(len(tokens) - 1)
-        embedded, embeddings = self._embeddings(spans)
+        embedded, embeddings = self._rows_of(spans, [span.sequence.inputs for span in spans])
+        deepstacked, deepstack = None, None
+        if self.runner.deepstack_layers:
+            deepstacked, deepstack = self._rows_of(spans, [span.sequence.deepstack for span in spans])
         return Batch(
             tokens=torch.tensor(tokens),
             positions=self._positions(spans, at, decodes),
@@ -381,6 +392,8 @@ class Engine:
             wanted=torch.tensor(wanted, dtype=torch.int64),
             embedded=embedded,
             embeddings=embeddings,
+            deepstacked=deepstacked,
+            deepstack=deepstack,
             following=torch.tensor([pending.get(span.sequence, -1) for span in spans[:decodes]]) if pending and decodes else None,
         )
 
@@ -403,13 +416,15 @@ class Engine:
                 pieces.append((torch.arange(known, end) + job.shift).expand(dims, -1))
         return torch.cat(pieces, 1)
 
-    def _embeddings(self, spans: list[Span[Job]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    @staticmethod
+    def _rows_of(spans: list[Span[Job]], kept: list[Embeddings]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Tokens of the batch that have something in `kept`, one of each span, and what."""
         rows: list[int] = []
         pieces = []
         begin = 0
-        for job, start, end in spans:
-            if len(job.inputs):
-                positions, found = job.inputs.between(start, end)
+        for (_, start, end), one in zip(spans, kept, strict=True):
+            if len(one):
+                positions, found = one.between(start, end)
                 if positions:
                     rows += [begin + position - start for position in positions]
                     pieces.append(found)

@@ -39,6 +39,8 @@ class Batch:
     wanted: torch.Tensor  # (wanted,) int64: tokens of the batch whose logits are asked for
     embedded: torch.Tensor | None = None  # (embedded,) int64: tokens of the batch that are given as embeddings
     embeddings: torch.Tensor | None = None  # (embedded, hidden)
+    deepstacked: torch.Tensor | None = None  # (deepstacked,) int64: tokens of the batch whose hidden states get `deepstack`, in order
+    deepstack: torch.Tensor | None = None  # (deepstacked, layers, hidden): what is added behind each of the first layers
     # (decodes,) int64: rows of the pass before whose likeliest token is this one's token, -1 where `tokens` has it
     following: torch.Tensor | None = None
 
@@ -63,7 +65,7 @@ class Runner:
             model: loaded, on its device.
             inner: its decoder, where that is not `get_decoder()`.
             head: hidden states to logits, where that is not `get_output_embeddings()`.
-            row_layers: whose hidden states are kept with the tokens: 0 is the embeddings, n what layer n - 1 gives.
+            row_layers: whose hidden states are kept with the tokens: 0 is the embeddings, n what layer n - 1 gives (features are added later).
         Raises:
             ConfigError: the model has something that this runner does not.
         """
@@ -74,7 +76,7 @@ class Runner:
         self.device: torch.device = self.inner.device
         self.dtype: torch.dtype = self.inner.dtype
         self.ranks: int = getattr(model, "tp_size", None) or 1  # that share the model, and so its heads
-        self.row_layers = row_layers  # what goes into a layer is what the one before it gave
+        self.row_layers = row_layers
         self.embed = self.inner.get_input_embeddings()
         self.store: KVStore
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -85,6 +87,7 @@ class Runner:
             raise ConfigError(f"model: on {self.device.type}, attention runs on {', '.join(BACKENDS)}", param="device")
         names = inspect.signature(type(self.inner).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.24
+        self.deepstack_layers = _deepstack_layers(model) if "deepstack_visual_embeds" in names else 0  # that take features, the first ones
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         self._layers = "the model's own"
         self._step: Step | None = None
@@ -139,7 +142,7 @@ class Runner:
             batch.context_lens.to(device),
             batch.prefills,
         )
-        hidden = self.decode(self.embeddings(batch), batch.positions.to(device), step)
+        hidden = self.decode(self.embeddings(batch), batch.positions.to(device), step, **self.deepstack(batch))
         wanted = hidden if len(batch.wanted) == len(hidden) else hidden.index_select(0, batch.wanted.to(device))
         logits = self.logits(wanted)
         if self.runs_ahead:
@@ -157,7 +160,16 @@ class Runner:
             embeddings.index_copy_(0, batch.embedded.to(self.device), batch.embeddings.to(self.device, embeddings.dtype))
         return embeddings
 
-    def decode(self, embeddings: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
+    def deepstack(self, batch: Batch) -> dict[str, Any]:
+        """What the decoder is told of features that its first layers get."""
+        if batch.deepstacked is None or batch.deepstack is None:
+            return {}
+        mask = torch.zeros(1, len(batch.tokens), dtype=torch.bool)
+        mask[0, batch.deepstacked] = True
+        features = batch.deepstack.to(self.device, self.dtype)
+        return {"visual_pos_masks": mask.to(self.device), "deepstack_visual_embeds": list(features.unbind(1))}
+
+    def decode(self, embeddings: torch.Tensor, positions: torch.Tensor, step: Step, **more: Any) -> torch.Tensor:
         """The decoder's pass: (tokens, hidden) to (tokens, hidden). No work on the host that depends on the step, but for attention's plan."""
         self._step = step
         out = self.inner(
@@ -166,6 +178,7 @@ class Runner:
             use_cache=True,
             step=step,
             **{self._cache_name: step},
+            **more,
         )
         return out.last_hidden_state[0]
 
@@ -213,12 +226,22 @@ class Runner:
         if not 0 <= layer < len(self.inner.layers):
             raise ConfigError(f"row_layers: got {layer}, the model has 0 to {len(self.inner.layers) - 1}", param="row_layers")
 
-        def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(hidden: torch.Tensor) -> None:
             if self._step is not None:
-                hidden = args[0] if args else kwargs["hidden_states"]  # (1, tokens, hidden)
                 self._step.store.rows[layer].flatten(0, 1).index_copy_(0, self._step.slots, hidden[0])
 
-        self.inner.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+        if layer == 0:
+            self.inner.layers[0].register_forward_pre_hook(
+                lambda _, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            )
+        else:  # not what goes into the next one, which may have features added
+            self.inner.layers[layer - 1].register_forward_hook(lambda _, args, out: keep(out[0] if isinstance(out, tuple) else out))
+
+
+def _deepstack_layers(model: Any) -> int:
+    """How many features of each of its tokens an image has beside its embeddings."""
+    vision = getattr(model.config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def follow(tokens: torch.Tensor, rows: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:

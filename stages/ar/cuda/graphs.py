@@ -113,8 +113,9 @@ class DecodeGraphs:
             self._graphs[rows] = graph, words, outputs
 
     def takes(self, batch: Batch) -> bool:
-        """Whether `batch` can be replayed: decodes only, none given as an embedding, all of them wanted, not too many."""
-        return not batch.prefills and batch.embedded is None and len(batch.wanted) == batch.decodes <= max(self._graphs, default=0)
+        """Whether `batch` can be replayed: decodes only, all of them plain tokens, all of them wanted, not too many."""
+        is_plain = not batch.prefills and batch.embedded is None and batch.deepstacked is None
+        return is_plain and len(batch.wanted) == batch.decodes <= max(self._graphs, default=0)
 
     def replay(self, batch: Batch) -> Outputs:
         """Logits and hidden states of `batch`'s rows. Waits for nothing."""

@@ -168,7 +168,7 @@ class CudaRunner(Runner):
             plan_prompts(batch.prefills, self.store.block_size, device),
         )
         step = Step(self.store, put(batch.slots), batch.decodes, put(batch.block_tables), put(batch.context_lens), batch.prefills, plan)
-        hidden = self.decode(self.embeddings(batch), put(batch.positions), step)
+        hidden = self.decode(self.embeddings(batch), put(batch.positions), step, **self.deepstack(batch))
         wanted = hidden.index_select(0, put(batch.wanted))
         return self.logits(wanted), wanted
 

@@ -86,8 +86,8 @@ def omni_config() -> Any:
             "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 100, "output_dim": 64,
         },
         "vision_config": {
-            "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "patch_size": 16,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 256,
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 256,
         },
         "text_config": {**small, **moe, "vocab_size": VOCABULARY, "rope_parameters": dict(ROPE_3D)},
     }  # fmt: skip

@@ -179,6 +179,8 @@ def test_a_batch_is_the_same_on_every_rank(dims: int) -> None:
         wanted=torch.zeros(0, dtype=torch.int64),
         embedded=torch.tensor([1]),
         embeddings=torch.randn(1, 8, dtype=torch.bfloat16),
+        deepstacked=torch.tensor([1, 3]),
+        deepstack=torch.randn(2, 3, 8),
     )
     heard = decode(encode(Forward(batch)))
     assert isinstance(heard, Forward)
