@@ -62,7 +62,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
 def params_of(body: CompletionBody) -> dict[str, Any]:
     """The parameters of `respond` but for `prompt`. The `logprobs` here are how many likely tokens to tell."""
     told = {} if body.logprobs is None else {"logprobs": True, "top_logprobs": body.logprobs}
-    return {"max_tokens": 16, **{name: value for name, value in text_params(body).items() if value is not None}, **told}
+    echoed = {"echo": True} if body.echo else {}
+    return {"max_tokens": 16, **{name: value for name, value in text_params(body).items() if value is not None}, **told, **echoed}
 
 
 async def completion(parts: AsyncGenerator[Part, None], head: dict[str, Any], num_prompts: int, n: int) -> dict[str, Any]:

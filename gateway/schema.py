@@ -180,9 +180,9 @@ class CompletionBody(TextBody, forbid_unknown_fields=True, kw_only=True):
     prompt: str | Annotated[list[Any], Meta(min_length=1)]  # text, token ids, or a list of either: see `prompts`
     # honoured where the pipeline's language model says so, else refused unless neutral: see NEUTRAL
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
     # refused unless neutral
     best_of: int | None = None
-    echo: bool | None = None
     suffix: str | None = None
 
 
@@ -224,6 +224,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "regex": (),
     "grammar": (),
+    "echo": (False,),
     # none does
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -232,7 +233,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 

@@ -126,8 +126,9 @@ class ScriptAsr(Stage):
 class ScriptLlm(Stage):
     """Answers from a script: the first key that the last user message (or the prompt) contains, else `reply`.
 
-    `{text}` in a reply is that message, `{choice}` the number of the choice, when several are asked for. Each word is a token. A reply
-    with `<tool_call>` in it makes calls when the request has tools. Log probabilities: -0.5 for each word, less for the next likely ones.
+    `{text}` in a reply is that message, `{choice}` the number of the choice, when several are asked for. Each word is a token; `echo` says the
+    message first. A reply with `<tool_call>` in it makes calls when the request has tools. Log probabilities: -0.5 for each word, less for the
+    next likely ones.
     """
 
     class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -155,6 +156,8 @@ class ScriptLlm(Stage):
             limit = request.param("max_tokens", len(words))
             parser = ToolCallParser() if request.param("tools", []) and request.param("tool_choice", "auto") != "none" else None
             more: dict[str, Any] = {"choice": choice} if n > 1 else {}
+            if request.param("echo", False):
+                yield text_chunk(said, **more)
             for word in words[:limit]:
                 await asyncio.sleep(self.args.delay_ms / 1000)
                 told: dict[str, Any] = (
@@ -174,7 +177,7 @@ class ScriptLlm(Stage):
         yield end_chunk(finish_reason=reason, usage={"prompt_tokens": len(said.split()), "completion_tokens": tokens})
 
     def describe(self) -> dict[str, Any]:
-        return {"parameters": ["prompt", "n", "tools", "tool_choice", "logprobs", "top_logprobs"]}
+        return {"parameters": ["prompt", "echo", "n", "tools", "tool_choice", "logprobs", "top_logprobs"]}
 
 
 def _as_text(prompt: str | list[int]) -> str:

@@ -27,7 +27,6 @@ MAX_TOP_LOGPROBS = 20
 # Parameters of the OpenAI API that this engine does not have, and the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -40,7 +39,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 # What the gateway may pass on, because the engine honours it; see `Stage.describe`.
 HONOURED = (
-    "prompt", "n", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "logit_bias", "response_format",
+    "prompt", "echo", "n", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "logit_bias", "response_format",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos",
     "priority", "regex", "grammar",
 )  # fmt: skip
@@ -70,6 +69,7 @@ class Generation(msgspec.Struct, frozen=True):
     stop: tuple[str, ...]
     may_truncate: bool  # drop the oldest turns when the conversation is too long
     prompt: str | tuple[int, ...] | None = None  # goes to the model as it is, in place of `messages`
+    echo: bool = False  # say the prompt before the reply
     n: int = 1  # independent replies to the one prompt
     min_tokens: int = 0  # no end before so many
     stop_token_ids: tuple[int, ...] = ()  # end the reply like the model's own end tokens, and are not said
@@ -153,6 +153,7 @@ class _ResponseFormat(msgspec.Struct):
 class _Params(msgspec.Struct):
     messages: Annotated[list[_Message], Meta(min_length=1)] | None = None
     prompt: str | Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    echo: bool | None = None
     tools: Annotated[list[_Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -202,6 +203,10 @@ def parse(
     asked = _convert(params)
     if asked.messages is not None and asked.prompt is not None:
         raise BadRequest("prompt: got messages, too; expected one of them", param="prompt")
+    if asked.echo and asked.prompt is None:
+        raise BadRequest("echo: got true, but there is no prompt", param="echo")
+    if asked.echo and asked.logprobs:  # which would have to tell of the prompt's tokens, too
+        raise BadRequest("echo: got true together with logprobs, which are told of the reply's tokens only", param="echo")
     bias = _logit_bias(asked.logit_bias or {})
     ids = {"logit_bias": [token for token, _ in bias], "stop_token_ids": asked.stop_token_ids or []}
     if isinstance(asked.prompt, list):
@@ -225,6 +230,7 @@ def parse(
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=bool(asked.ignore_eos),
         may_truncate=asked.truncation != "disabled",
+        echo=bool(asked.echo),
         n=asked.n or 1,
         logprobs=_logprobs(asked),
         grammar=grammar,

@@ -30,11 +30,12 @@ from streamrt import BadRequest, Chunk, Output, Request, StageFailed, TooLong
 class Choice:
     """One of a request's replies on its way."""
 
-    def __init__(self, index: int, job: Job, detokenizer: Detokenizer, calls: ToolCallParser | None) -> None:
+    def __init__(self, index: int, job: Job, detokenizer: Detokenizer, calls: ToolCallParser | None, echo: str = "") -> None:
         self.index = index
         self.job = job
         self.detokenizer = detokenizer
         self.calls = calls  # None: its text is text
+        self.echo = echo  # what it says before its first token; "" once that is said
         self.untold: list[Sampled] = []  # tokens whose log probabilities are asked for and have not been told
         self.reason = ""  # why it ended
 
@@ -176,7 +177,7 @@ class TextEngine:
             )
             self.engine.add(job)
             calls = ToolCallParser() if generation.has_tool_calls else None
-            choice = Choice(index, job, Detokenizer(self._decode, generation.stop), calls)
+            choice = Choice(index, job, Detokenizer(self._decode, generation.stop), calls, self._echo(generation))
             reply.choices.append(choice)
             self._choices[job] = reply, choice
             self.engine.pause(job, is_paused=reply.is_paused)
@@ -214,6 +215,9 @@ class TextEngine:
         if choice.reason:
             pieces += choice.finish()
             self._retire(choice)
+        if choice.echo:
+            pieces.insert(0, choice.echo)
+            choice.echo = ""
         # 2. chunks; log probabilities go with the first text that is said after their tokens
         is_one_of_many = generation.n > 1
         if choice.reason and not pieces and (choice.untold or is_one_of_many):
@@ -233,6 +237,13 @@ class TextEngine:
     def _retire(self, choice: Choice) -> None:
         self._choices.pop(choice.job, None)
         self.engine.remove(choice.job)
+
+    def _echo(self, generation: Generation) -> str:
+        """The prompt as text, where it is to be said; of token ids, with the special ones."""
+        prompt = generation.prompt if generation.echo else None
+        if isinstance(prompt, tuple):
+            return str(self.tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False))
+        return prompt or ""
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

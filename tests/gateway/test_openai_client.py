@@ -81,6 +81,18 @@ async def test_completions_of_text_and_token_ids(client):
     assert answer.usage.completion_tokens == 18
 
 
+async def test_completions_that_begin_with_their_prompt(client):
+    ask = {"model": "llm", "prompt": ["pick", "unicode"], "n": 2, "max_tokens": 2, "echo": True}
+    expected = ["pickChoice 0 ", "pickChoice 1 ", "unicode你好🌍é", "unicode你好🌍é"]
+    answer = await client.completions.create(**ask)
+    assert [choice.text for choice in answer.choices] == expected
+    texts = [""] * 4
+    async for chunk in await client.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
 async def test_completions_stream(client):
     stream = await client.completions.create(
         model="llm", prompt=["pick", "unicode"], n=2, logprobs=0, stream=True, stream_options={"include_usage": True}
@@ -98,7 +110,7 @@ async def test_completions_stream(client):
 
 
 async def test_completions_that_can_not_be_done_are_refused_by_name(client):
-    for more, param in (({"echo": True}, "echo"), ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"prompt": []}, "prompt"),
+    for more, param in (({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"prompt": []}, "prompt"),
                         ({"prompt": "x" * 300_000}, "prompt"), ({"max_tokens": 0}, "max_tokens")):  # fmt: skip
         with pytest.raises(openai.BadRequestError) as refused:
             await client.completions.create(**{"model": "llm", "prompt": "x", **more})

@@ -235,6 +235,7 @@ async def test_cancel_in_prefill_and_in_decode_leaves_nothing(stage: CausalLM) -
         ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"hello": 1}}, "logit_bias"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"messages": None, "prompt": [5, 99999]}, "prompt"), ({"prompt": "both"}, "prompt"), ({"messages": None, "prompt": ""}, "prompt"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
+        ({"messages": None, "prompt": "hello", "echo": True, "logprobs": True}, "echo"), ({"suffix": "end"}, "suffix"), ({"best_of": 2}, "best_of"),
         ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": "much"}, "frequency_penalty"), ({"min_p": 2}, "min_p"),
         ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "response_format"),
@@ -277,6 +278,32 @@ async def test_a_prompt_goes_to_the_model_as_it_is(stage: CausalLM, tiny: Path) 
         chunks = await chunks_of(stage, messages=None, prompt=prompt, max_tokens=12)
         assert "".join(chunk.text for chunk in chunks) == expected
         assert chunks[-1].meta["usage"]["prompt_tokens"] == ids.shape[1]
+
+
+async def test_a_prompt_is_said_first_when_it_is_asked_for(stage: CausalLM, tiny: Path) -> None:
+    """As it was given, once for each choice, and whatever the reply is held to; it does not count and nothing stops in it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    prompt = "the  quick brown <|im_start|>größe"
+
+    async def said(**params: Any) -> tuple[list[str], dict[str, Any]]:
+        chunks = await chunks_of(stage, messages=None, max_tokens=6, **params)
+        texts = [""] * params.get("n", 1)
+        for chunk in chunks:
+            texts[chunk.meta.get("choice", 0)] += chunk.text
+        return texts, chunks[-1].meta
+
+    (plain,), meta = await said(prompt=prompt)
+    (echoed,), again = await said(prompt=prompt, echo=True)
+    assert echoed == prompt + plain
+    assert [again["usage"][name] for name in ("prompt_tokens", "completion_tokens")] == [meta["usage"]["prompt_tokens"], 6]
+    ids = tokenizer(prompt).input_ids
+    assert (await said(prompt=ids, echo=True))[0] == [prompt + plain]
+    assert (await said(prompt=prompt, echo=True, stop=["quick"]))[0] == [prompt + plain]
+    texts, _ = await said(prompt=prompt, n=2, echo=True, temperature=1.0, seed=1)
+    assert all(text.startswith(prompt) for text in texts)
+    assert (await said(prompt=prompt, echo=True, regex="yes|no"))[0][0] in (f"{prompt}yes", f"{prompt}no")
+    ends = (await chunks_of(stage, messages=None, prompt=prompt, max_tokens=1, logprobs=True))[0].meta["logprobs"][0]["id"]
+    assert (await said(prompt=prompt, echo=True, stop_token_ids=[ends]))[0] == [prompt], "a reply that is empty"
 
 
 async def test_log_probabilities_are_those_of_the_model(stage: CausalLM, tiny: Path) -> None:
