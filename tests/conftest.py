@@ -44,8 +44,8 @@ def voice_script() -> Iterator[Running]:
 
 
 def _shm() -> set[str]:
-    """What is there; not what the CUDA driver leaves of a process that was killed while it shared device memory."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
+    """What is there; not what the CUDA driver and NCCL leave of a process that was killed while it shared device memory."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("cuda.shm.", "nccl-"))}
 
 
 def _is_zombie(pid: int) -> bool:

@@ -87,7 +87,7 @@ class CausalLM(EngineStage):
             progress=context.progress,
             ranked=context if context.ranks > 1 else None,
         )
-        if context.ranks > 1 or context.device == "cpu":
+        if context.device == "cpu":
             from stages.ar.runner import Runner
 
             return Runner(model), tokenizer

@@ -97,8 +97,10 @@ def load(
         from stages.ar.int8 import quantize
 
         quantize(model, has_vnni=bool(flags & {"avx512_vnni", "avx_vnni"}))
-    elif device != "cpu":
+    elif device != "cpu" and ranks == 1:
         model.to(device)
+    elif device != "cpu":
+        _move_rest(model, device)
     return model, tokenizer, chosen
 
 
@@ -154,6 +156,13 @@ def _share_out(model: Any, distributed_config: Any) -> Any:
     kind = type(model)
     distributed_config, _, mesh = kind.prepare_distribute_model(distributed_config)
     return kind.maybe_distribute_model(model, distributed_config, mesh)
+
+
+def _move_rest(model: Any, device: str) -> None:
+    """What is not shared out to where the shares are. (`Module.to` would make new parameters of the shares.)"""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not hasattr(tensor, "device_mesh"):
+            tensor.data = tensor.data.to(device)
 
 
 def refuse_gaps(path: Path, info: dict[str, Any]) -> None:

@@ -5,9 +5,13 @@
 
 Knows torch.distributed, and what an engine asks of a runner. Knows nothing of sequences.
 
+Calls go over gloo, the shares of a pass over gloo on CPUs and over NCCL on GPUs, where a captured graph has them in it.
+
 Rules
 - All ranks make the same calls in the same order. Whoever runs the model's modules on rank 0 alone waits for good.
-- A call is a name of `CALLS` and plain arguments, as msgpack over gloo; nothing is unpickled. Sockets are bound to loopback.
+- A call is a `Call`, as msgpack; nothing is unpickled. Sockets are bound to loopback.
+- On a GPU a pass is begun, not done, when `forward` returns, on each rank; what all of them find likeliest is the same, so each takes its own. Rank 0
+  waits for its pass before it begins the one after the next, and its passes end only where the others' do, so nobody runs further ahead than it.
 - A receive has no end in time, since an idle engine says nothing for days. What dies or hangs is for the runtime to see: it ends all ranks.
 - A pass that fails on one rank leaves the others in the middle of it, so it ends the replica.
 """
@@ -40,6 +44,14 @@ class Check(msgspec.Struct, tag=True):
     """`Runner.check`"""
 
 
+class Prepare(msgspec.Struct, tag=True):
+    """The arguments of `Runner.prepare`."""
+
+    max_tokens: int
+    max_sequences: int
+    max_context: int
+
+
 class Forward(msgspec.Struct, tag=True):
     """`Runner.forward`"""
 
@@ -50,7 +62,7 @@ class End(msgspec.Struct, tag=True):
     """Rank 0 closes."""
 
 
-Call = Allocate | Check | Forward | End
+Call = Allocate | Check | Prepare | Forward | End
 
 
 class Array(msgspec.Struct, array_like=True):
@@ -106,6 +118,9 @@ class Leading:
     def check(self) -> None:
         self._call(Check())
 
+    def prepare(self, *, max_tokens: int, max_sequences: int, max_context: int) -> None:
+        self._call(Prepare(max_tokens, max_sequences, max_context))
+
     def forward(self, batch: Batch) -> Result:
         try:
             result: Result = self._call(Forward(batch))
@@ -137,6 +152,8 @@ def _carry_out(runner: Runner, call: Call) -> Any:
             return runner.allocate(blocks, block_size)
         case Check():
             return runner.check()
+        case Prepare(max_tokens, max_sequences, max_context):
+            return runner.prepare(max_tokens=max_tokens, max_sequences=max_sequences, max_context=max_context)
         case Forward(batch):
             return runner.forward(batch)
 

@@ -8,6 +8,8 @@ them stays transformers' own. Knows nothing of requests and scheduling.
 Rules
 - Only classes that are named here are exchanged, each checked for the parts it must have; what is not stays as it is, and `Fusion` says so.
 - The weights are moved, not copied: q, k and v become one matrix, gate and up another, and the old ones are freed layer by layer.
+- Of a layer that ranks share, each has some heads and some inner features: it sums its two products that are added to the residual over them, as
+  transformers' modules do at their end.
 - One token at a time is bound by the reading of weights: then each product is a kernel of ours, with the norm and the residual in it.
   More tokens are cuBLAS's, or for weights in 8 bits a kernel of ours while they are few.
 """
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -50,8 +53,9 @@ class FusedLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
-        self.heads: int = attention.q_proj.out_features // self.head_dim
-        self.kv_heads: int = attention.k_proj.out_features // self.head_dim
+        self.group = _group(attention.o_proj)  # of the ranks that share it; None: it is whole
+        self.heads: int = _own(attention.q_proj.weight).shape[0] // self.head_dim
+        self.kv_heads: int = _own(attention.k_proj.weight).shape[0] // self.head_dim
         self.scale: float = attention.scaling
         self.window: int | None = getattr(attention, "sliding_window", None)
         self.input_norm = FusedRMSNorm(layer.input_layernorm)
@@ -59,9 +63,9 @@ class FusedLayer(nn.Module):
         self.q_norm = FusedRMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.k_norm = FusedRMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.qkv_proj = _joined(attention, "q_proj", "k_proj", "v_proj")
-        self.o_proj = attention.o_proj
+        self.o_proj = _joined(attention, "o_proj")
         self.gate_up_proj = _joined(mlp, "gate_proj", "up_proj")
-        self.down_proj = mlp.down_proj
+        self.down_proj = _joined(mlp, "down_proj")
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: Step, **__: Any
@@ -77,23 +81,42 @@ class FusedLayer(nn.Module):
         q = kernels.rope_and_store(qkv, norms, cos, sin, step.slots, keys, values, heads=self.heads)
         out = attend(q, step, self.layer_idx, self.scale, self.window).flatten(1)
         if is_vector:
-            x = _matvec(out, self.o_proj, residual=x)
+            x = _add_product(x, out, self.o_proj, self.group)
             out = _matvec(x, self.gate_up_proj, norm=self.mlp_norm, glu=True)
-            return _matvec(out, self.down_proj, residual=x)[None]
-        x, normed = kernels.add_rms_norm(x, _product(out, self.o_proj), self.mlp_norm.weight, self.mlp_norm.eps)
-        return _add_product(x, kernels.swiglu(_product(normed, self.gate_up_proj)), self.down_proj)[None]
+            return _add_product(x, out, self.down_proj, self.group)[None]
+        x, normed = kernels.add_rms_norm(x, _sum(_product(out, self.o_proj), self.group), self.mlp_norm.weight, self.mlp_norm.eps)
+        return _add_product(x, kernels.swiglu(_product(normed, self.gate_up_proj)), self.down_proj, self.group)[None]
 
 
 def _joined(parent: Any, *names: str) -> nn.Linear:
-    """Linear layers of one input as one; the parent loses them."""
+    """Linear layers of one input as one, this rank's part of them; the parent loses them."""
     parts = [getattr(parent, name) for name in names]
-    joined = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=parts[0].bias is not None, device="meta")
-    joined.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-    if parts[0].bias is not None:
-        joined.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+    weights, biases = [_own(part.weight) for part in parts], [_own(part.bias) for part in parts if part.bias is not None]
+    weight = torch.cat(weights) if len(parts) > 1 else weights[0]
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     for name in names:
         delattr(parent, name)
     return joined
+
+
+def _own(weight: Any) -> torch.Tensor:
+    """What this rank has of `weight`."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _group(linear: Any) -> Any:
+    """The ranks that share the weight of `linear`; None: it is whole."""
+    return linear.weight.device_mesh.get_group() if hasattr(linear.weight, "device_mesh") else None
+
+
+def _sum(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """`part` over all ranks of `group`, in place."""
+    if group is not None:
+        dist.all_reduce(part, group=group)
+    return part
 
 
 def is_plain(linear: Any) -> bool:
@@ -123,8 +146,12 @@ def _matvec(
     return out if residual is None else out + residual
 
 
-def _add_product(x: torch.Tensor, y: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """`x` plus `y` through `linear`; `x` is overwritten where the product can be added to it in place."""
+def _add_product(x: torch.Tensor, y: torch.Tensor, linear: nn.Linear, group: Any) -> torch.Tensor:
+    """`x` plus `y` through `linear`, of which each rank of `group` has a part; `x` is overwritten where the product can be added to it in place."""
+    if group is not None:
+        return x + _sum(_matvec(y, linear) if len(y) == 1 else _product(y, linear), group)
+    if len(y) == 1:
+        return _matvec(y, linear, residual=x)
     if is_plain(linear):
         return x.addmm_(y, linear.weight.T)
     return x + _product(y, linear)
@@ -181,6 +208,15 @@ def _has_the_anatomy(layer: Any) -> bool:
         {name for name, _ in layer.named_children()} == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         and {name for name, _ in attention.named_children()} - {"q_norm", "k_norm"} == {"q_proj", "k_proj", "v_proj", "o_proj"}
         and all(getattr(mlp, name).bias is None for name in ("gate_proj", "up_proj", "down_proj"))
+        and _is_shared_out_alike(attention, mlp)
         and attention.config.hidden_act == "silu"
         and rope.get("partial_rotary_factor", 1.0) == 1.0
     )
+
+
+def _is_shared_out_alike(attention: Any, mlp: Any) -> bool:
+    """Whether all products are whole, or all are parts: of those that end in a sum a bias would be summed, too."""
+    inner = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")] + [mlp.gate_proj, mlp.up_proj]
+    ends = [attention.o_proj, mlp.down_proj]
+    shared = {hasattr(linear.weight, "device_mesh") for linear in inner + ends}
+    return shared == {False} or shared == {True} and all(linear.bias is None for linear in ends)

@@ -66,7 +66,7 @@ class CudaRunner(Runner):
         self.fusion = Fusion()
         super().__init__(model, **parts)
         device = self.device
-        heads, groups, dim = self.config.num_attention_heads, kv_heads(self.config), head_dim(self.config)
+        heads, groups, dim = self.config.num_attention_heads // self.ranks, self._kv_heads, head_dim(self.config)
         capability = torch.cuda.get_device_capability(device)
         is_cudnn_likely = attention in ("auto", "cudnn") and capability[0] == 9 and self.dtype != torch.float32
         self.prompt_backend = choose_prompt_backend(
@@ -86,6 +86,11 @@ class CudaRunner(Runner):
         self._turn = 0
         self._likeliest = torch.zeros(CHECKED, dtype=torch.int64, device=device)
 
+    @property
+    def _kv_heads(self) -> int:
+        """Of this rank."""
+        return kv_heads(self.config) // self.ranks
+
     def exchange(self) -> None:
         if self._is_fused:
             self.fusion = fuse(self.inner)
@@ -94,6 +99,10 @@ class CudaRunner(Runner):
             self.tolerance = QUANTIZED_TOLERANCE
 
     def prepare(self, *, max_tokens: int, max_sequences: int, max_context: int) -> None:
+        with torch.cuda.device(self.device):
+            self._prepare(max_tokens, max_sequences, max_context)
+
+    def _prepare(self, max_tokens: int, max_sequences: int, max_context: int) -> None:
         self._max_context = max_context
         self._likeliest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)
         self._found = [torch.zeros(max_sequences, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -105,7 +114,7 @@ class CudaRunner(Runner):
         self._graph_refusal = graph_refusal(self.config) if self._has_graphs else "not asked for"
         if not self._graph_refusal:
             graphs = DecodeGraphs(position_dims=self.position_dims, max_blocks=-(-max_context // self.store.block_size), device=self.device)
-            with torch.inference_mode(), torch.cuda.device(self.device):
+            with torch.inference_mode():
                 graphs.capture(buckets(max_sequences), self._decode_rows, self._progress)
             self._graphs = graphs
 
@@ -119,7 +128,9 @@ class CudaRunner(Runner):
 
     def describe(self) -> dict[str, str]:
         graphs = self._graphs.sizes if self._graphs is not None else []
+        ranks = {"ranks": f"{self.ranks}, joined by nccl"} if self.ranks > 1 else {}
         return {
+            **ranks,
             "weights": self._weights or str(self.dtype).removeprefix("torch."),
             "attention": f"paged (triton) for decoding, {self.prompt_backend.name} for prompts ({self.prompt_backend.why})",
             "layers": str(self.fusion),
@@ -164,7 +175,7 @@ class CudaRunner(Runner):
 
         plan = Plan(
             self.prompt_backend.name,
-            split_count(max(batch.decodes, 1), kv_heads(self.config), self._max_context, self._processors),
+            split_count(max(batch.decodes, 1), self._kv_heads, self._max_context, self._processors),
             plan_prompts(batch.prefills, self.store.block_size, device),
         )
         step = Step(self.store, put(batch.slots), batch.decodes, put(batch.block_tables), put(batch.context_lens), batch.prefills, plan)
@@ -176,7 +187,7 @@ class CudaRunner(Runner):
         """What a graph holds: a token for every row, and the likeliest next one where the pass after finds it."""
         rows = len(inputs.tokens)
         tokens = follow(inputs.tokens.long(), inputs.following.long(), self._likeliest)
-        plan = Plan(self.prompt_backend.name, split_count(rows, kv_heads(self.config), self._max_context, self._processors))
+        plan = Plan(self.prompt_backend.name, split_count(rows, self._kv_heads, self._max_context, self._processors))
         step = Step(self.store, inputs.slots.long(), rows, inputs.block_tables, inputs.context_lens, (), plan)
         positions = inputs.positions.long()
         hidden = self.decode(self.embed(tokens), positions if self.position_dims > 1 else positions[0], step)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,25 +46,25 @@ def not_called(*args, **kwargs):
     raise AssertionError("a fused layer calls its own attention")
 
 
-def memory_of(config, blocks: int) -> KVStore:
+def memory_of(config, blocks: int, *, kv_heads: int = 2, device: str = DEVICE) -> KVStore:
     return KVStore(
         layers=config.num_hidden_layers,
         blocks=blocks,
         block_size=BLOCK,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=kv_heads,
         head_dim=config.head_dim,
         dtype=torch.float32,
-        device=DEVICE,
+        device=device,
     )
 
 
-def run(model, memory, tokens, positions, slots, rows=(), prefills=(), splits=1) -> torch.Tensor:
+def run(model, memory, tokens, positions, slots, rows=(), prefills=(), splits=1, device=DEVICE) -> torch.Tensor:
     """Logits of a packed step; rows: (block table, context length) of each that decodes."""
-    tables = torch.tensor([table for table, _ in rows], dtype=torch.int32, device=DEVICE)
-    lengths = torch.tensor([length for _, length in rows], dtype=torch.int32, device=DEVICE)
-    plan = Plan("sdpa", splits, plan_prompts(prefills, BLOCK, torch.device(DEVICE)))
-    step = Step(memory, torch.tensor(slots, device=DEVICE), len(rows), tables, lengths, prefills, plan)
-    ids, places = torch.tensor([tokens], device=DEVICE), torch.tensor([positions], device=DEVICE)
+    tables = torch.tensor([table for table, _ in rows], dtype=torch.int32, device=device)
+    lengths = torch.tensor([length for _, length in rows], dtype=torch.int32, device=device)
+    plan = Plan("sdpa", splits, plan_prompts(prefills, BLOCK, torch.device(device)))
+    step = Step(memory, torch.tensor(slots, device=device), len(rows), tables, lengths, prefills, plan)
+    ids, places = torch.tensor([tokens], device=device), torch.tensor([positions], device=device)
     return model(input_ids=ids, position_ids=places, use_cache=False, step=step).logits[0]
 
 
@@ -99,6 +101,55 @@ def test_a_fused_model_gives_the_logits_of_the_one_it_was_made_from(kind):
     got = run(fused, memory, [44], [11], [19], [([1, 2], 12)])
     want_first = plain(input_ids=torch.tensor([[*first, 44]], device=DEVICE)).logits[0, -1]
     torch.testing.assert_close(got[0], want_first, atol=1e-3, rtol=1e-3)
+
+
+RANK = """
+import sys
+from pathlib import Path
+from tests.stages.ar import test_cuda_layers
+test_cuda_layers.be_rank(int(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def be_rank(rank: int, folder: Path) -> None:
+    """One of two that share a model: what it says of a prompt, and of one row after it."""
+    from stages.ar.loading import load
+    from streamrt import Context
+
+    device = f"cuda:{rank}" if DEVICE == "cuda" else "cpu"
+    context = Context(stage="llm", rank=rank, ranks=2, rendezvous=folder, device=device)
+    model, _, _ = load(folder / "model", dtype="float32", device=device, threads=1, progress=lambda _: None, ranked=context)
+    with torch.inference_mode():
+        fusion = fuse(model.model)
+        assert (fusion.layers, fusion.left) == (2, {})
+        assert model.model.layers[0].heads == 2
+        AttentionInterface.register("streamrt_test", not_called)
+        model.set_attn_implementation("streamrt_test")
+        memory = memory_of(model.config, 8, kv_heads=1, device=device)
+        tokens = list(range(3, 14))
+        prompt = run(model, memory, tokens, [*range(11)], [*range(8, 19)], (), (prefill(0, 11, 11, [1, 2]),), device=device)
+        row = run(model, memory, [44], [11], [19], [([1, 2], 12)], device=device)
+    torch.save(torch.cat([prompt, row]).cpu(), folder / f"logits-{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_two_ranks_of_a_fused_model_give_its_logits(kind, tmp_path):
+    from tests.stages.ar import families
+
+    plain = tiny(kind)
+    plain.save_pretrained(tmp_path / "model")
+    families.tokenizer().save_pretrained(tmp_path / "model")
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path)], cwd=Path(__file__).parents[3]) for rank in range(2)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    want = plain(input_ids=torch.tensor([[*range(3, 14), 44]], device=DEVICE)).logits[0].cpu()
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"logits-{rank}"), want, atol=1e-3, rtol=1e-3)
 
 
 def test_layers_of_other_anatomy_are_left_and_named():

@@ -54,7 +54,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         save_vl(folder)
         model, same = (transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder).eval().requires_grad_(False) for _ in range(2))
-    return Family(model, Runner(same, row_layers=(0, 1, 2)), model.model.get_image_features)
+    return Family(model, Runner(same, row_layers=(0, 1, 2)), model.get_image_features)
 
 
 class Prompt:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs the extra streamrt[torch]")
 transformers = pytest.importorskip("transformers", reason="needs the extra streamrt[torch]")
 
 from stages.ar.attention import Prefill  # noqa: E402
-from stages.ar.ranks import Call, End, Forward, check_shares, decode, encode  # noqa: E402
+from stages.ar.ranks import Allocate, Call, Check, End, Forward, Prepare, check_shares, decode, encode  # noqa: E402
 from stages.ar.runner import Batch  # noqa: E402
 from streamrt import AsyncPipeline, ConfigError, StageFailed  # noqa: E402
 from tests.pipelines import Running, run_cli, up  # noqa: E402
@@ -188,9 +188,9 @@ def test_a_batch_is_the_same_on_every_rank(dims: int) -> None:
         assert same(getattr(heard.batch, name), getattr(batch, name)), name
 
 
-def test_the_end_is_a_call() -> None:
-    call: Call = decode(encode(End()))
-    assert isinstance(call, End)
+@pytest.mark.parametrize("call", [Allocate(9, 4), Check(), Prepare(24, 8, 256), End()], ids=lambda call: type(call).__name__)
+def test_every_other_call_is_too(call: Call) -> None:
+    assert decode(encode(call)) == call
 
 
 def same(a: object, b: object) -> bool:
