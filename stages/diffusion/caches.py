@@ -110,9 +110,25 @@ class Caches:
 
 
 def shared_copy(module: Any) -> Any:
-    """A copy of the modules around the same parameters and buffers."""
+    """A copy of the modules around the same parameters and buffers. What `copy.deepcopy` gives, which takes three times as long: each request waits for it."""
+    parts = list(module.modules())
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, memo)
+    memo |= {id(part): object.__new__(type(part)) for part in parts}
+    for part in parts:
+        memo[id(part)].__dict__.update({name: _own(value, memo) for name, value in vars(part).items()})
+    return memo[id(module)]
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """One attribute of a module, as a copy of the module has it."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, dict) and not isinstance(value, torch.nn.Module):
+        if not value:  # most of a module's hooks
+            return type(value)()
+        if all(id(inner) in memo or inner is None for inner in value.values()):  # its parameters, buffers and modules
+            return type(value)({name: memo.get(id(inner)) for name, inner in value.items()})
+    return copy.deepcopy(value, memo)
 
 
 class _InContext:
