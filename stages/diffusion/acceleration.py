@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stages.diffusion.args import DiffusionArgs
+from stages.diffusion.rotary import make_real
 from streamrt import ConfigError
 
 # Role -> (diffusers' name, least CUDA capability; None: the CPU has it, too).
@@ -43,7 +44,9 @@ def accelerate(pipeline: Any, denoisers: list[str], asked: DiffusionArgs, device
         if asked.casting == "fp8":
             module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=module.dtype)
         if asked.compile:
-            module.compile_repeated_blocks()
+            make_real(module)
+            # One compilation for all sizes and rows; more graph breaks or recompilations than allowed are an error, not eager code.
+            module.compile_repeated_blocks(fullgraph=True, dynamic=True)
     if asked.vae_tiling:
         pipeline.vae.enable_tiling()
     if asked.vae_slicing:
@@ -82,6 +85,18 @@ def _check(pipeline: Any, denoisers: list[str], asked: DiffusionArgs, device: st
             )
         if asked.quantize or asked.casting != "none" or asked.compile:
             raise ConfigError("offload: can not be combined with quantize, casting or compile", param="offload")
+    if asked.cuda_graphs:
+        if capability is None:
+            raise ConfigError(f"cuda_graphs: the stage runs on {device}", param="cuda_graphs")
+        if asked.offload != "none" or asked.casting != "none" or asked.loras or asked.cache != "none" or asked.mode == "request":
+            raise ConfigError(
+                'cuda_graphs: can not be combined with offload, casting, loras, a cache or mode = "request": they change what a graph reads',
+                param="cuda_graphs",
+            )
+        if "int8_dynamic" in asked.quantize.values():
+            raise ConfigError(
+                'cuda_graphs: can not be combined with quantize = "int8_dynamic": torchao looks at values', param="cuda_graphs"
+            )
     if asked.compile:
         if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
             raise ConfigError("compile: needs a C++ compiler on the CPU", param="compile")

@@ -49,6 +49,9 @@ class DiffusionArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vae_slicing: bool = False
     offload: Literal["none", "model", "group"] = "none"
     compile: bool = False  # the denoisers' repeated blocks
+    cuda_graphs: bool = False  # a denoiser call of a shape that comes again is captured once, then replayed
+    max_cuda_graphs: Count = 32  # one for each shape, rows included; the one not used for longest goes first
+    warmup_sizes: tuple[str, ...] = ("auto",)  # what is drawn before the stage is ready, to compile and to capture; auto: the usual size
     cache: CacheName = "none"  # for requests of quality "high" and "fast"
     mag_ratios: list[float] = []  # of cache = "mag": they belong to the checkpoint
     loras: dict[str, Path] = {}  # name -> file; relative to the pipeline file

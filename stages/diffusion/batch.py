@@ -83,13 +83,14 @@ def key(call: Call, digests: Digests) -> Hashable:
 class Merged:
     """Calls of one key as one."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Call], *, text_multiple: int = 1) -> None:
+        """Text that has to be padded is padded to a multiple of `text_multiple` tokens."""
         self._rows = [call.rows for call in calls]
         first = calls[0]
         if len(calls) == 1:
             self.args, self.kwargs = first.args, first.kwargs
             return
-        named = [_padded(calls, name) if name in first.masked else None for name in first.kwargs]
+        named = [_padded(calls, name, text_multiple) if name in first.masked else None for name in first.kwargs]
         self.args = tuple(self._join("", [call.args[place] for call in calls]) for place in range(len(first.args)))
         self.kwargs = {
             name: self._join(name, [call.kwargs[name] for call in calls])
@@ -159,10 +160,14 @@ def _expanded(value: torch.Tensor, rows: int) -> torch.Tensor:
     return value if value.shape[0] == rows else value.expand(rows, *value.shape[1:])
 
 
-def _padded(calls: Sequence[Call], name: str) -> dict[str, Any]:
+def _padded(calls: Sequence[Call], name: str, multiple: int) -> dict[str, Any]:
     """Argument `name` of all calls, padded to the longest, and its mask; no mask when nothing is padded or masked."""
     mask_name = calls[0].masked[name]
-    longest = max(call.kwargs[name].shape[1] for call in calls)
+    lengths = [call.kwargs[name].shape[1] for call in calls]
+    longest = max(lengths)
+    needed = any(call.kwargs.get(mask_name) is not None for call in calls) or min(lengths) < longest
+    if needed:
+        longest = -(-longest // multiple) * multiple
     values, masks = [], []
     for call in calls:
         value, mask = call.kwargs[name], call.kwargs.get(mask_name)
@@ -171,5 +176,4 @@ def _padded(calls: Sequence[Call], name: str) -> dict[str, Any]:
         missing = longest - value.shape[1]
         values.append(functional.pad(value, (0, 0, 0, missing)))
         masks.append(functional.pad(mask, (0, missing)))
-    needed = any(call.kwargs.get(mask_name) is not None or call.kwargs[name].shape[1] < longest for call in calls)
     return {name: torch.cat(values), mask_name: torch.cat(masks) if needed else None}

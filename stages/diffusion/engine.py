@@ -3,13 +3,14 @@
     queued -> prepare (one request) -> denoise (a batch) ... -> finish (one request) -> chunks
 
 Knows requests and when each gets its turn. What a request computes is `denoising.py`'s, who runs is `scheduler.py`'s, how calls become
-one is `batch.py`'s, what becomes of the result `output.py`'s. Threads and queues are the host's.
+one is `batch.py`'s, how a call is launched `graphs.py`'s, what becomes of the result `output.py`'s. Threads and queues are the host's.
 
 Rules
 - A step is one of: the preparation of one image, one call of one module, the decoding of one image; or several calls that begin
   within `slice_s`, because telling the loop costs as much as a small call. A cancel never waits longer than that.
 - A request for n images is n pieces of work, each with its own seed; they run as n requests would.
 - What a call raises fails the requests in it; when there are several, each is tried alone first. A lost device fails the step.
+- The host is at most one call ahead of the device, so a cancel leaves no more than that behind, and progress is of work that is done.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from stages.diffusion.batch import Call, Digests, Merged, key
 from stages.diffusion.denoising import Denoising, OnStep
+from stages.diffusion.graphs import TEXT_MULTIPLE, CaptureFailed, DenoiserGraphs
 from stages.diffusion.lora import Wanted
 from stages.diffusion.output import Given, chunks_of, image_of, preview_chunk
 from stages.diffusion.params import MAX_PROMPT_CHARS, Job
@@ -95,6 +97,7 @@ class DiffusionEngine:
         *,
         max_input_pixels: int,
         slice_s: float = 0.0,
+        graphs: DenoiserGraphs | None = None,
     ) -> None:
         """
         Args:
@@ -104,6 +107,7 @@ class DiffusionEngine:
             scheduler: whose turn it is.
             max_input_pixels: of one input image.
             slice_s: a step begins no more calls after so long.
+            graphs: through which denoisers are called; None: they are called as they are.
         """
         self.scheduler = scheduler
         self.calls = 0
@@ -113,6 +117,8 @@ class DiffusionEngine:
         self._given = given
         self._max_input_pixels = max_input_pixels
         self._slice_s = slice_s
+        self._graphs = graphs
+        self._pace = Pace()
         self._asked: dict[str, Asked] = {}
         self._pieces: dict[Any, Piece] = {}
         self._finishing: deque[Piece] = deque()
@@ -170,6 +176,8 @@ class DiffusionEngine:
     def close(self) -> None:
         for request_id in list(self._asked):
             self.cancel(request_id)
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def _set_paused(self, request_id: str, is_paused: bool) -> None:
         if asked := self._asked.get(request_id):
@@ -262,7 +270,7 @@ class DiffusionEngine:
         try:
             results: list[Any] = self._call(pieces)
         except Exception as error:  # noqa: BLE001 - the requests of a batch must not end the others, nor each other; `_fail` logs it
-            if len(pieces) == 1:
+            if len(pieces) == 1 or _is_device_lost(error):
                 self._fail(pieces[0], error)
                 return pieces
             log.warning("diffusion.batch_failed: %d calls are made one by one: %r", len(pieces), error)
@@ -292,10 +300,15 @@ class DiffusionEngine:
         """One call of a module for all of `pieces`, which want the same adapters."""
         self._use_adapters(pieces[0].request.job.lora)
         calls = [piece.call for piece in pieces if piece.call is not None]
-        merged = Merged(calls)
+        merged = Merged(calls, text_multiple=TEXT_MULTIPLE if self._graphs is not None else 1)
         self.calls += 1
         self.rows += sum(call.rows for call in calls)
-        return merged.split(calls[0].module(*merged.args, **merged.kwargs))
+        if self._graphs is not None:
+            result = self._graphs.call(calls[0].module, merged.args, merged.kwargs)
+        else:
+            result = calls[0].module(*merged.args, **merged.kwargs)
+        self._pace.called()
+        return merged.split(result)
 
     def _call_alone(self, piece: Piece) -> Any:
         """The result of its call, or what it raised."""
@@ -346,6 +359,8 @@ class DiffusionEngine:
             piece.denoising = None
 
     def _free_memory(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -359,6 +374,22 @@ class DiffusionEngine:
         }
 
 
+class Pace:
+    """Lets the host run at most one call ahead of the device."""
+
+    def __init__(self) -> None:
+        self._called: torch.cuda.Event | None = None  # the device has made the last call
+
+    def called(self) -> None:
+        """A call was begun. Waits: until the device has made the one before."""
+        if not torch.cuda.is_initialized():
+            return
+        before, self._called = self._called, torch.cuda.Event()
+        self._called.record()
+        if before is not None:
+            before.synchronize()
+
+
 def _is_preview(step: int, steps: int, previews: int) -> bool:
     """Whether one of `previews` partial images, spread evenly before the last step, is due after `step`."""
     return any(step == round(steps * number / (previews + 1)) for number in range(1, previews + 1)) and step < steps
@@ -369,5 +400,5 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _is_device_lost(error: Exception) -> bool:
-    """A CUDA error that every later call will raise again."""
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    """A CUDA error that every later call will raise again, or what leaves the allocator in the middle of a capture."""
+    return isinstance(error, (torch.AcceleratorError, CaptureFailed)) and not isinstance(error, torch.OutOfMemoryError)

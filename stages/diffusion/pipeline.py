@@ -54,13 +54,7 @@ class DiffusionPipeline(EngineStage):
 
     def make_engine(self) -> DiffusionEngine:
         args, context = self.args, self.context
-        # 1. the pipeline
-        from stages.diffusion.acceleration import accelerate
-        from stages.diffusion.caches import Caches
-        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
-        from stages.diffusion.loading import accepts_of, given_of, load
-        from stages.diffusion.lora import Adapters
-        from stages.diffusion.parts import Uncoded, encoded_of
+        from stages.diffusion.loading import load
 
         model = context.model_path(args.model)
         if args.part != "all" and (reason := why_not(read_index(Path(model)), args.task)):
@@ -74,6 +68,30 @@ class DiffusionPipeline(EngineStage):
             threads=context.threads,
             progress=context.progress,
         )
+        engine = self.engine_of(pipeline)
+        if (args.compile or args.cuda_graphs) and args.part == "all":
+            from stages.diffusion.warmup import warm_up
+
+            warm_up(engine, self.parse, self.accepts, args.task, args.warmup_sizes, context.progress)
+        return engine
+
+    def engine_of(self, pipeline: Any) -> DiffusionEngine:
+        """The engine around a loaded pipeline of diffusers. Raises ConfigError for what the arguments ask of it and it can not do."""
+        args, context = self.args, self.context
+        # 1. the pipeline
+        import torch
+
+        from stages.diffusion.acceleration import accelerate
+        from stages.diffusion.caches import Caches
+        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
+        from stages.diffusion.loading import accepts_of, given_of
+        from stages.diffusion.lora import Adapters
+        from stages.diffusion.parts import Uncoded, encoded_of
+
+        if context.device.startswith("cuda"):
+            torch.cuda.set_device(
+                torch.device(context.device).index or 0
+            )  # of the compute thread: events and graphs are of the current one
         given = given_of(pipeline, args.task)
         self.sample_rate_hz = given.sample_rate_hz
         names = denoiser_names(pipeline)
@@ -115,11 +133,20 @@ class DiffusionPipeline(EngineStage):
 
         # 3. the engine around it
         from stages.diffusion.engine import DiffusionEngine
+        from stages.diffusion.graphs import DenoiserGraphs
         from stages.diffusion.scheduler import StepScheduler
 
         scheduler = StepScheduler(args.max_running if args.mode == "step" else 1, args.max_queued, args.max_batch)
         self._burst = Burst(args.window_ms / 1e3, args.max_running)
-        return DiffusionEngine(make, adapters.use, given, scheduler, max_input_pixels=args.max_pixels, slice_s=args.slice_ms / 1e3)
+        return DiffusionEngine(
+            make,
+            adapters.use,
+            given,
+            scheduler,
+            max_input_pixels=args.max_pixels,
+            slice_s=args.slice_ms / 1e3,
+            graphs=DenoiserGraphs(context.device, args.max_cuda_graphs) if args.cuda_graphs else None,
+        )
 
     def parse(self, request: Request) -> Job:
         return parse(request.task, request.params, self.limits, self.accepts)

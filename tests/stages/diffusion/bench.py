@@ -10,11 +10,12 @@ from typing import Any
 import diffusers
 import msgspec
 import numpy as np
+import torch
 
 from stages.diffusion.apart import call_arguments
 from stages.diffusion.denoising import Denoising, OnStep
 from stages.diffusion.engine import Inputs
-from stages.diffusion.loading import extra_components
+from stages.diffusion.loading import extra_components, pick_dtype
 from stages.diffusion.params import Job
 from stages.diffusion.pipeline import DiffusionPipeline
 from streamrt import Chunk, Context, Output, Request
@@ -23,9 +24,9 @@ from streamrt import Chunk, Context, Output, Request
 class Bench:
     """A stage's engine driven step by step, and the same pipeline loaded once more, to be called plainly."""
 
-    def __init__(self, folder: Path, task: str, **args: Any) -> None:
+    def __init__(self, folder: Path, task: str, *, device: str = "cpu", **args: Any) -> None:
         options = msgspec.convert({"model": str(folder), "task": task, "slice_ms": 0, **args}, DiffusionPipeline.Args)
-        self.stage = DiffusionPipeline.configured(options)(options, Context(stage="draw", resolve=Path))
+        self.stage = DiffusionPipeline.configured(options)(options, Context(stage="draw", device=device, resolve=Path))
         self.engine = self.stage.make_engine()
         self.pipeline = inspect.getclosurevars(self.engine._make).nonlocals["pipeline"]
         self.outputs: list[Output] = []
@@ -66,6 +67,7 @@ class Bench:
     def plain(self, seed: int) -> np.ndarray:
         """What diffusers gives for the request that had `seed`, called by itself."""
         pipeline = diffusers.DiffusionPipeline.from_pretrained(self.stage.args.model, **extra_components(Path(self.stage.args.model)))
+        pipeline.to(self.stage.context.device, getattr(torch, pick_dtype(self.stage.args.dtype, self.stage.context.device)))
         pipeline.set_progress_bar_config(disable=True)
         return array_of(pipeline(**call_arguments(self.stage.accepts, self._jobs[seed][0], seed, self._jobs[seed][1])))
 
@@ -74,9 +76,6 @@ class Bench:
 
 
 def array_of(result: Any) -> np.ndarray:
-    parts = [
-        np.asarray(result[name]).astype(np.float64).ravel()
-        for name in ("images", "frames", "audio", "audios")
-        if result.get(name) is not None
-    ]
-    return np.concatenate(parts)
+    given = [result[name] for name in ("images", "frames", "audio", "audios") if result.get(name) is not None]
+    arrays = [value.float().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value) for value in given]
+    return np.concatenate([array.astype(np.float64).ravel() for array in arrays])

@@ -116,6 +116,7 @@ def test_an_attention_kernel_is_set_for_this_model_alone(folders) -> None:
         ({"quantize": {"transformer": "fp8_dynamic"}}, 'quantize: transformer = "fp8_dynamic" needs a GPU of capability 8.9'),
         ({"quantize": {"transformer": "int8"}, "casting": "fp8"}, "casting: the denoiser is quantized already"),
         ({"offload": "model"}, 'offload: "model" moves models from a GPU to memory, and the stage runs on cpu'),
+        ({"cuda_graphs": True}, "cuda_graphs: the stage runs on cpu"),
         ({"cache": "dbcache", "compile": True}, "cache: can not be combined"),
         ({"cache": "mag"}, "cache: mag needs mag_ratios"),
         ({"cache": "first_block", "mode": "request"}, 'cache: can not be combined with mode = "request"'),
