@@ -26,6 +26,7 @@ import greenlet
 import torch
 
 from stages.diffusion.batch import Call
+from stages.diffusion.frames import Frames, telling
 
 
 class Denoising(Protocol):
@@ -41,7 +42,7 @@ class Denoising(Protocol):
         """Hand in the result of that call; goes on to the next one."""
 
     def finish(self) -> Any:
-        """Decode. The pipeline's output; None when there is more to denoise after it."""
+        """Decode. The pipeline's output; `Frames` of it when there is more to decode, None when there is more to denoise."""
 
     def close(self) -> None:
         """Give everything back, at any point. Idempotent."""
@@ -85,8 +86,12 @@ class Whole:
 class Stepwise:
     """`Denoising` of any pipeline, denoiser call by denoiser call."""
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, twin: Twin | None = None) -> None:
-        """`twin` makes the denoisers that are called in place of the pipeline's: one for each of them and each of its cache contexts."""
+    def __init__(
+        self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, twin: Twin | None = None, *, in_parts: bool = False
+    ) -> None:
+        """`twin` makes the denoisers that are called in place of the pipeline's: one for each of them and each of its cache contexts.
+        `in_parts`: `finish` gives `Frames` as they are decoded; see `frames.comes_in_parts`.
+        """
         own = own_copy(pipeline, on_step)
         schedule = own.scheduler
 
@@ -98,7 +103,7 @@ class Stepwise:
             object.__setattr__(own, name, _Denoiser(real, partial(twin, real, timestep=timestep) if twin else partial(_same, real)))
         self.decoder: _Decoder | None = None
         if getattr(pipeline, "vae", None) is not None:
-            self.decoder = _Decoder(pipeline.vae)
+            self.decoder = _Decoder(pipeline.vae, pipeline.video_processor if in_parts else None)
             object.__setattr__(own, "vae", self.decoder)
         self._greenlet = greenlet.greenlet(lambda: own(**arguments))
         self._waits: Call | None = None
@@ -114,10 +119,9 @@ class Stepwise:
         self._switch(result)
 
     def finish(self) -> Any:
-        if self._greenlet.dead:  # a pipeline without a VAE ended with its last step
-            return self._output
-        self._switch()
-        return self._output if self._greenlet.dead else None
+        if not self._greenlet.dead:  # a pipeline without a VAE ended with its last step
+            self._switch()
+        return self._output
 
     def close(self) -> None:
         self._waits = None
@@ -128,10 +132,8 @@ class Stepwise:
     def _switch(self, *values: Any) -> None:
         """Run the pipeline until its next call, or its end."""
         came = self._greenlet.switch(*values)
-        if self._greenlet.dead:
-            self._waits, self._output = None, came
-        else:
-            self._waits = came  # None: what comes next is the decoder
+        self._waits = came if isinstance(came, Call) else None  # None: what comes next is the decoder
+        self._output = came if self._greenlet.dead or isinstance(came, Frames) else None
 
 
 def own_copy(pipeline: Any, on_step: OnStep) -> Any:
@@ -223,19 +225,24 @@ class _Denoiser(_StandIn):
 
 
 class _Decoder(_StandIn):
-    """Decoding starts when the engine says so."""
+    """Decoding starts when the engine says so; in parts, it goes on when the engine says so."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Any, processor: Any) -> None:
         super().__init__(real)
+        self._processor = processor  # the pipeline's, which makes frames of what is decoded; None: not in parts
         self.asked: tuple[Any, ...] = ()  # what it is to decode
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         self.asked = args
         _ask(None)
-        return self._real.decode(*args, **kwargs)
+        vae = self._real if self._processor is None else telling(self._real, self._tell)
+        return vae.decode(*args, **kwargs)
+
+    def _tell(self, part: torch.Tensor) -> None:
+        _ask(Frames(self._processor.postprocess_video(part, output_type="np")[0]))
 
 
-def _ask(call: Call | None) -> Any:
+def _ask(what: Call | Frames | None) -> Any:
     parent = greenlet.getcurrent().parent
     assert parent is not None
-    return parent.switch(call)
+    return parent.switch(what)

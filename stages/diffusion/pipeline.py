@@ -58,6 +58,7 @@ class DiffusionPipeline(EngineStage):
         from stages.diffusion.acceleration import accelerate
         from stages.diffusion.caches import Caches
         from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
+        from stages.diffusion.frames import comes_in_parts
         from stages.diffusion.loading import accepts_of, given_of, load
         from stages.diffusion.lora import Adapters
         from stages.diffusion.parts import Uncoded, encoded_of
@@ -87,6 +88,7 @@ class DiffusionPipeline(EngineStage):
             raise ConfigError(f'quality: "{args.quality}" needs a cache', hint='set cache = "first_block", or another', param="quality")
         accelerate(pipeline, names, args, context.device)
         adapters = Adapters(pipeline, args.loras, args.max_loras)
+        in_parts = args.offload == "none" and comes_in_parts(pipeline)  # a twin of the VAE would not have the hooks that move it
         caches = Caches(args.cache, denoisers, mag_ratios=args.mag_ratios) if args.cache != "none" else None
         # 2. what a request may ask, and how it becomes a call
         accepts = accepts_of(pipeline)
@@ -110,7 +112,7 @@ class DiffusionPipeline(EngineStage):
             if args.part == "denoiser" and inputs.encoded is None:
                 raise BadRequest("hidden: this stage denoises what an encoder stage sends, and nothing came")
             if inputs.encoded is None:
-                return Stepwise(pipeline, arguments, on_step, twin)
+                return Stepwise(pipeline, arguments, on_step, twin, in_parts=in_parts)
             return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
 
         # 3. the engine around it

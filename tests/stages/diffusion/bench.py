@@ -14,6 +14,7 @@ import numpy as np
 from stages.diffusion.apart import call_arguments
 from stages.diffusion.denoising import Denoising, OnStep
 from stages.diffusion.engine import Inputs
+from stages.diffusion.frames import Frames
 from stages.diffusion.loading import extra_components
 from stages.diffusion.params import Job
 from stages.diffusion.pipeline import DiffusionPipeline
@@ -30,6 +31,7 @@ class Bench:
         self.pipeline = inspect.getclosurevars(self.engine._make).nonlocals["pipeline"]
         self.outputs: list[Output] = []
         self.made: dict[Any, np.ndarray] = {}  # seed -> what the pipeline gave, as floats
+        self.parts: dict[Any, list[np.ndarray]] = {}  # seed -> what left while its VAE decoded
         self._jobs: dict[int, tuple[Job, Inputs]] = {}
         self._make, self.engine._make = self.engine._make, self._record
 
@@ -40,7 +42,10 @@ class Bench:
 
         def recorded() -> Any:
             result = finish()
-            self.made[seed] = array_of(result)
+            if isinstance(result, Frames):
+                self.parts.setdefault(seed, []).append(result.array)
+            else:
+                self.made[seed] = array_of(result)
             return result
 
         denoising.finish = recorded
