@@ -26,6 +26,7 @@ import greenlet
 import torch
 
 from stages.diffusion.batch import Call
+from stages.diffusion.cut import is_denoiser
 from stages.diffusion.frames import Frames, telling
 
 
@@ -57,7 +58,7 @@ Twin = Callable[..., Any]
 
 def denoiser_names(pipeline: Any) -> list[str]:
     """The components that are called once or more at each step."""
-    return [name for name, part in pipeline.components.items() if name.startswith(("transformer", "unet")) and part is not None]
+    return [name for name, part in pipeline.components.items() if is_denoiser(name) and part is not None]
 
 
 class Whole:

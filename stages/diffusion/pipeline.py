@@ -17,6 +17,7 @@ import msgspec
 
 from stages.diffusion.apart import DECODERS, ENCODERS, call_arguments
 from stages.diffusion.args import DiffusionArgs
+from stages.diffusion.checkpoint import recognize
 from stages.diffusion.cut import read_index, why_not
 from stages.diffusion.params import Accepts, Job, Limits, parse
 from streamrt import BadRequest, Chunk, ConfigError, EngineStage, Request, Stage
@@ -51,6 +52,10 @@ class DiffusionPipeline(EngineStage):
     def remarks(cls, args: DiffusionArgs, model: Path | None) -> list[str]:
         reason = why_not(read_index(model), args.task) if model is not None and args.part != "all" else ""
         return [f'part = "{args.part}": this pipeline stays one stage: {reason}'] if reason else []
+
+    @classmethod
+    def recognize(cls, folder: Path) -> tuple[dict[str, Any], list[str]]:
+        return recognize(folder)
 
     def make_engine(self) -> DiffusionEngine:
         args, context = self.args, self.context
