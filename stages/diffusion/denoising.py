@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -52,6 +53,9 @@ class Denoising(Protocol):
 # (steps done, steps in all, latents as the scheduler left them)
 OnStep = Callable[[int, int, torch.Tensor], None]
 
+# A pipeline's methods that encode what a request says. What they give depends on the request alone, not on its seeds.
+ENCODING = ("encode_prompt", "encode_duration")
+
 # A denoiser, timestep=a function that says where the request is -> what is called in its place, by this request alone
 Twin = Callable[..., Any]
 
@@ -61,11 +65,38 @@ def denoiser_names(pipeline: Any) -> list[str]:
     return [name for name, part in pipeline.components.items() if is_denoiser(name) and part is not None]
 
 
+class Encodings:
+    """What a pipeline's encoders gave for one request: its first image asks them, the next ones get the same."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, list[Any]] = {}
+
+    def share(self, own: Any) -> None:
+        """Have `own`, the pipeline's copy for one image, ask here first."""
+        for name in ENCODING:
+            if hasattr(own, name):
+                object.__setattr__(own, name, self._shared(getattr(own, name), self._given.setdefault(name, [])))
+
+    def _shared(self, method: Callable[..., Any], given: list[Any]) -> Callable[..., Any]:
+        calls = itertools.count()  # of this image; a pipeline calls it in the same order for each
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            place = next(calls)
+            if place == len(given):
+                given.append(method(*args, **kwargs))
+            return copy.deepcopy(given[place])  # a pipeline may change in place what it got
+
+        return call
+
+
 class Whole:
     """`Denoising` in one piece: all of the pipeline's call is its `finish`."""
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep) -> None:
+    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, *, encodings: Encodings | None = None) -> None:
         self._pipeline = own_copy(pipeline, on_step)
+        if encodings is not None:
+            encodings.share(self._pipeline)
         self._arguments = arguments
 
     def prepare(self) -> None:
@@ -88,12 +119,21 @@ class Stepwise:
     """`Denoising` of any pipeline, denoiser call by denoiser call."""
 
     def __init__(
-        self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, twin: Twin | None = None, *, in_parts: bool = False
+        self,
+        pipeline: Any,
+        arguments: dict[str, Any],
+        on_step: OnStep,
+        twin: Twin | None = None,
+        *,
+        encodings: Encodings | None = None,
+        in_parts: bool = False,
     ) -> None:
         """`twin` makes the denoisers that are called in place of the pipeline's: one for each of them and each of its cache contexts.
         `in_parts`: `finish` gives `Frames` as they are decoded; see `frames.comes_in_parts`.
         """
         own = own_copy(pipeline, on_step)
+        if encodings is not None:
+            encodings.share(own)
         schedule = own.scheduler
 
         def timestep() -> int:

@@ -9,7 +9,7 @@ Rules
 - A step is one of: the preparation of one image, one call of one module, the decoding of one image, or of some frames where the VAE
   decodes in parts; or several calls that begin within `slice_s`, because telling the loop costs as much as a small call. A cancel never
   waits longer than that.
-- A request for n images is n pieces of work, each with its own seed; they run as n requests would.
+- A request for n images is n pieces of work, each with its own seed; they run as n requests would, but for the prompt, which is encoded once.
 - What a call raises fails the requests in it; when there are several, each is tried alone first. A lost device fails the step.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from stages.diffusion.batch import Call, Digests, Merged, key
-from stages.diffusion.denoising import Denoising, OnStep
+from stages.diffusion.denoising import Denoising, Encodings, OnStep
 from stages.diffusion.frames import Frames
 from stages.diffusion.lora import Wanted
 from stages.diffusion.output import Given, chunks_of, frame_chunks, image_of, preview_chunk
@@ -48,6 +48,7 @@ class Inputs:
         self.text = ""
         self.images: dict[str, list[Any]] = {}  # role -> PIL images
         self.encoded: Chunk | None = None  # of an encoder stage
+        self.encodings = Encodings()  # of the pipeline's own encoders
 
     @property
     def count(self) -> int:

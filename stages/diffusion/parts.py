@@ -20,12 +20,11 @@ import numpy as np
 import torch
 
 from stages.diffusion.cut import components_of, part_of, read_index
-from stages.diffusion.denoising import OnStep, Stepwise, Twin, denoiser_names, own_copy
+from stages.diffusion.denoising import ENCODING, OnStep, Stepwise, Twin, denoiser_names, own_copy
 from stages.diffusion.frames import comes_in_parts, parts_of
 from stages.tensors import to_array, to_torch
 from streamrt import BadRequest, Chunk, StageFailed
 
-RECORDED = ("encode_prompt", "encode_duration")
 MAX_EMBEDDINGS = 64  # tensors that one request's encoders may give
 
 
@@ -79,7 +78,7 @@ def encode(pipeline: Any, arguments: dict[str, Any], device: str) -> Chunk:
     def enough(*_: Any, **__: Any) -> Any:
         raise _Enough
 
-    for name in RECORDED:
+    for name in ENCODING:
         if hasattr(own, name):
             object.__setattr__(own, name, recording(getattr(own, name)))
     if hasattr(own, "prepare_latents"):  # what comes before the denoiser, and needs none of the results
@@ -156,7 +155,7 @@ class Uncoded(Stepwise):
             return next(results)
 
         placed = _on(pipeline, device)
-        for name in RECORDED:
+        for name in ENCODING:
             if hasattr(placed, name):
                 object.__setattr__(placed, name, functools.wraps(getattr(placed, name))(play))
         super().__init__(placed, arguments, on_step, twin)

@@ -110,14 +110,15 @@ class DiffusionPipeline(EngineStage):
 
         def make(job: Job, seed: int, inputs: Inputs, on_step: OnStep) -> Denoising:
             arguments = call_arguments(self.accepts, job, seed, inputs)
+            encodings = inputs.encodings if len(job.seeds) > 1 else None
             if args.mode == "request":
-                return Whole(pipeline, arguments, on_step)
+                return Whole(pipeline, arguments, on_step, encodings=encodings)
             is_cached = caches is not None and job.quality != "lossless"
             twin = partial(caches.twin, quality=job.quality, steps=job.steps) if caches is not None and is_cached else None
             if args.part == "denoiser" and inputs.encoded is None:
                 raise BadRequest("hidden: this stage denoises what an encoder stage sends, and nothing came")
             if inputs.encoded is None:
-                return Stepwise(pipeline, arguments, on_step, twin, in_parts=in_parts)
+                return Stepwise(pipeline, arguments, on_step, twin, encodings=encodings, in_parts=in_parts)
             return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
 
         # 3. the engine around it

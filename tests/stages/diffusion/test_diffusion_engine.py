@@ -92,6 +92,24 @@ def test_n_images_are_those_of_n_requests_with_the_following_seeds(bench: Bench)
     assert {chunk.meta["index"] for chunk in of(bench, "three", "event")} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("mode", ["step", "request"])
+def test_the_prompt_of_n_images_is_encoded_once(tmp_path: Path, mode: str) -> None:
+    bench = Bench(build("flux", tmp_path), "image", mode=mode)
+    encoded: list[int] = []
+    bench.pipeline.text_encoder_2.register_forward_hook(lambda *_: encoded.append(1))
+    params = {"prompt": "a cat", "width": 8, "height": 8, "num_inference_steps": 2, "guidance_scale": 3.5}
+    bench.submit("three", {**params, "seed": 1, "n": 3})
+    bench.run()
+    assert len(encoded) == 1
+    made = dict(bench.made)
+    for seed in (1, 2, 3):
+        bench.submit(f"s{seed}", {**params, "seed": seed})
+        bench.run()
+        np.testing.assert_allclose(made[seed], bench.made[seed], rtol=0, atol=1e-6)
+    assert len(encoded) == 4
+    assert not np.array_equal(made[1], made[2])
+
+
 def test_requests_share_denoiser_calls(bench: Bench) -> None:
     before = bench.engine.calls
     for number in range(4):
