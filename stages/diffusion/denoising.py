@@ -29,6 +29,7 @@ import torch
 from stages.diffusion.batch import Call
 from stages.diffusion.cut import is_denoiser
 from stages.diffusion.frames import Frames, telling
+from stages.diffusion.params import GUIDER_SCALE
 
 
 class Denoising(Protocol):
@@ -63,6 +64,16 @@ Twin = Callable[..., Any]
 def denoiser_names(pipeline: Any) -> list[str]:
     """The components that are called once or more at each step."""
     return [name for name, part in pipeline.components.items() if is_denoiser(name) and part is not None]
+
+
+def guided(pipeline: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A pipeline whose guider has the scale that `arguments` name, and the arguments of its call."""
+    if GUIDER_SCALE not in arguments:
+        return pipeline, arguments
+    own, guider = copy.copy(pipeline), copy.deepcopy(pipeline.guider)
+    guider.guidance_scale = arguments[GUIDER_SCALE]
+    object.__setattr__(own, "guider", guider)
+    return own, {name: value for name, value in arguments.items() if name != GUIDER_SCALE}
 
 
 class Encodings:

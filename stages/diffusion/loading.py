@@ -18,7 +18,7 @@ import msgspec
 
 from stages.diffusion.cut import NEED_IMAGE, read_index, task_of
 from stages.diffusion.output import Given
-from stages.diffusion.params import Accepts
+from stages.diffusion.params import GUIDER_SCALE, Accepts
 from streamrt import ConfigError
 
 DEFAULT_FPS = 16.0
@@ -111,7 +111,7 @@ def accepts_of(pipeline: Any) -> Accepts:
     kind = type(pipeline).__name__
     return Accepts(
         pipeline=kind,
-        names=frozenset(call),
+        names=frozenset(call) | ({GUIDER_SCALE} if hasattr(getattr(pipeline, "guider", None), "guidance_scale") else set()),
         steps=_default(call, "num_inference_steps", 50),
         needs_image=image is not None and (image.default is inspect.Parameter.empty or any(word in kind for word in NEED_IMAGE)),
         size_multiple=_size_multiple(pipeline),

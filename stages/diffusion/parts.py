@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from stages.diffusion.cut import components_of, part_of, read_index
-from stages.diffusion.denoising import ENCODING, OnStep, Stepwise, Twin, denoiser_names, own_copy
+from stages.diffusion.denoising import ENCODING, OnStep, Stepwise, Twin, denoiser_names, guided, own_copy
 from stages.diffusion.frames import comes_in_parts, parts_of
 from stages.tensors import to_array, to_torch
 from streamrt import BadRequest, Chunk, StageFailed
@@ -64,6 +64,7 @@ class _Enough(Exception):
 
 def encode(pipeline: Any, arguments: dict[str, Any], device: str) -> Chunk:
     """What the pipeline's encoders say of a request, as one `hidden` chunk. Raises BadRequest for what the pipeline refuses."""
+    pipeline, arguments = guided(pipeline, arguments)
     own = _on(own_copy(pipeline, lambda *_: None), device)
     recorded: list[Any] = []
 

@@ -19,7 +19,7 @@ from stages.diffusion.apart import DECODERS, ENCODERS, call_arguments
 from stages.diffusion.args import DiffusionArgs
 from stages.diffusion.checkpoint import recognize
 from stages.diffusion.cut import read_index, why_not
-from stages.diffusion.params import Accepts, Job, Limits, parse
+from stages.diffusion.params import SPELLINGS, Accepts, Job, Limits, parse
 from streamrt import BadRequest, Chunk, ConfigError, EngineStage, Request, Stage
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DiffusionPipeline(EngineStage):
         # 1. the pipeline
         from stages.diffusion.acceleration import accelerate
         from stages.diffusion.caches import Caches
-        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
+        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names, guided
         from stages.diffusion.frames import comes_in_parts
         from stages.diffusion.loading import accepts_of, given_of, load
         from stages.diffusion.lora import Adapters
@@ -105,21 +105,21 @@ class DiffusionPipeline(EngineStage):
         )
         self.limits = args.limits
         for name in ("width", "height", "guidance_scale"):
-            if getattr(args, name) is not None and name not in accepts.names:
+            if getattr(args, name) is not None and accepts.names.isdisjoint(SPELLINGS[name]):
                 raise ConfigError(f"{name}: {accepts.pipeline} has nothing like it", param=name)
 
         def make(job: Job, seed: int, inputs: Inputs, on_step: OnStep) -> Denoising:
-            arguments = call_arguments(self.accepts, job, seed, inputs)
+            source, arguments = guided(pipeline, call_arguments(self.accepts, job, seed, inputs))
             encodings = inputs.encodings if len(job.seeds) > 1 else None
             if args.mode == "request":
-                return Whole(pipeline, arguments, on_step, encodings=encodings)
+                return Whole(source, arguments, on_step, encodings=encodings)
             is_cached = caches is not None and job.quality != "lossless"
             twin = partial(caches.twin, quality=job.quality, steps=job.steps) if caches is not None and is_cached else None
             if args.part == "denoiser" and inputs.encoded is None:
                 raise BadRequest("hidden: this stage denoises what an encoder stage sends, and nothing came")
             if inputs.encoded is None:
-                return Stepwise(pipeline, arguments, on_step, twin, encodings=encodings, in_parts=in_parts)
-            return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
+                return Stepwise(source, arguments, on_step, twin, encodings=encodings, in_parts=in_parts)
+            return Uncoded(source, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
 
         # 3. the engine around it
         from stages.diffusion.engine import DiffusionEngine

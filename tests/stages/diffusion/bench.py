@@ -72,7 +72,10 @@ class Bench:
         """What diffusers gives for the request that had `seed`, called by itself."""
         pipeline = diffusers.DiffusionPipeline.from_pretrained(self.stage.args.model, **extra_components(Path(self.stage.args.model)))
         pipeline.set_progress_bar_config(disable=True)
-        return array_of(pipeline(**call_arguments(self.stage.accepts, self._jobs[seed][0], seed, self._jobs[seed][1])))
+        arguments = call_arguments(self.stage.accepts, self._jobs[seed][0], seed, self._jobs[seed][1])
+        if (scale := arguments.pop("guider.guidance_scale", None)) is not None:
+            pipeline.guider = type(pipeline.guider)(guidance_scale=scale)
+        return array_of(pipeline(**arguments))
 
     def failures(self) -> list[Exception]:
         return [output.error for output in self.outputs if output.error is not None]

@@ -64,6 +64,13 @@ def test_a_request_becomes_the_pipelines_own_arguments() -> None:
     assert job.lora == (("ink", 1.0),)
 
 
+def test_a_guidance_scale_reaches_the_component_that_guides_where_the_call_takes_none() -> None:
+    job = parse("video", {"guidance_scale": 4}, LIMITS, Accepts("FilmPipeline", FILMS.names | {"guider.guidance_scale"}))
+    assert job.arguments == {"guider.guidance_scale": 4.0}
+    with pytest.raises(BadRequest, match="guidance_scale: FilmPipeline has nothing like it"):
+        parse("video", {"guidance_scale": 4}, LIMITS, FILMS)
+
+
 def test_a_seed_that_is_not_given_is_drawn() -> None:
     assert parse("image", {}, LIMITS, DRAWS).seeds != parse("image", {}, LIMITS, DRAWS).seeds
 
