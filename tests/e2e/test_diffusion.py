@@ -106,6 +106,7 @@ def test_a_video_job_has_pictures_and_sound(client: openai.OpenAI) -> None:
     data = client.videos.download_content(job.id).content
     with av.open(io.BytesIO(data)) as container:
         assert [stream.type for stream in container.streams] == ["video", "audio"]
+        assert container.streams.audio[0].codec_context.channels == 2
         assert sum(1 for _ in container.decode(video=0)) == PIPELINES["ltx2"].params["num_frames"]
 
 
