@@ -146,6 +146,8 @@ def parse(task: str, params: Mapping[str, Any], limits: Limits, accepts: Accepts
     for name in ("prompt", "negative_prompt"):
         if len(getattr(asked, name) or "") > MAX_PROMPT_CHARS:
             raise TooLong(f"{name}: longer than {MAX_PROMPT_CHARS} characters", param=name)
+    if asked.previews and task != "image":
+        raise BadRequest(f"previews: there are none of {task}", param="previews")
     arguments = _arguments(asked, limits, accepts)
     steps = arguments.get("num_inference_steps", accepts.steps)
     _at_most("num_inference_steps", steps, limits.max_steps)

@@ -202,6 +202,36 @@ def test_out_of_memory_ends_the_request_that_needs_too_much_and_the_others_go_on
     assert end(bench, "small").finished
 
 
+def test_an_image_that_no_memory_can_hold_fails_alone(tmp_path: Path) -> None:
+    bench = Bench(build("flux", tmp_path), "image", max_side=2**23, max_pixels=2**46)
+    params = {"prompt": "a cat", "num_inference_steps": 2, "seed": 1}
+    bench.submit("small", {**params, "width": 8, "height": 8})
+    bench.submit("huge", {**params, "width": 2**23, "height": 2**23})  # more than a process can address
+    bench.run()
+    failed = end(bench, "huge").error
+    assert isinstance(failed, StageFailed)
+    assert failed.message.startswith("out of memory: ")
+    assert end(bench, "small").finished
+    assert bench.engine.requests == 0
+
+
+def test_out_of_memory_at_the_decoding_fails_that_request_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, calls = bench.pipeline.vae.decode, []
+
+    def decode_some(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(bench.pipeline.vae, "decode", decode_some)
+    bench.submit("first", {**SEVEN, "n": 2})
+    bench.submit("second", SEVEN)
+    bench.run()
+    assert end(bench, "first").error.message.startswith("out of memory: ")
+    assert end(bench, "second").finished
+
+
 def test_a_batch_that_is_too_big_is_done_one_by_one(bench: Bench, failing) -> None:
     fails = failing(lambda hidden_states, _: len(hidden_states) > 2, torch.OutOfMemoryError("CUDA out of memory"))
     for number in range(3):

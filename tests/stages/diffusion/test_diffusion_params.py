@@ -101,6 +101,12 @@ def test_the_frame_rate_reaches_a_pipeline_that_has_one_and_the_chunks_of_one_th
     assert (job.arguments, job.fps) == ({}, 12.0)
 
 
+def test_previews_are_of_images_alone() -> None:
+    assert parse("image", {"previews": 3}, LIMITS, DRAWS).previews == 3
+    with pytest.raises(BadRequest, match="previews: there are none of video"):
+        parse("video", {"previews": 3}, LIMITS, FILMS)
+
+
 def test_seconds_of_sound_are_bounded() -> None:
     assert parse("audio", {"seconds": 3}, LIMITS, SOUNDS).arguments == {"audio_end_in_s": 3.0}
     with pytest.raises(BadRequest, match="seconds: got 31, expected at most 30"):
