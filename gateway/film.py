@@ -43,7 +43,9 @@ class Film:
                 elif "frames" in chunk.tensors:
                     yield await self._encode(chunk)
                 elif chunk.modality == "audio" and self._encoder is not None:
-                    yield await self._pool.run(self._encoder.add_sound, chunk.samples)
+                    channels = chunk.tensors.get("channels")
+                    is_stereo = channels is not None and len(channels) == 2
+                    yield await self._pool.run(self._encoder.add_sound, channels if is_stereo else chunk.samples)
         finally:
             self._call.cancel("disconnect")  # nothing happens to a call that has ended
         if self._encoder is None:

@@ -59,7 +59,7 @@ class VideoJobs:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def create(self, ask: Ask) -> Item:
-        """Start a job. Raises Overloaded, Unavailable."""
+        """Start a job. Raises Overloaded when the line for its stages is full, and Unavailable; then there is no job."""
         # Shielded: a client that goes away now must not leave a job that nobody runs.
         return await asyncio.shield(self._own(self._create(ask), "video.create"))
 
@@ -101,6 +101,12 @@ class VideoJobs:
             room.close()
             raise
         task = self._own(self._run(item, ask), f"video {item.id}")
+        # A request for which there is no place, not even in the line, is refused in the first step of its task, which comes before our next.
+        await asyncio.sleep(0)
+        if task.done():
+            room.close()
+            await self._pool.run(self._store.delete, item.id)
+            await task  # raises why
         self._running[item.id] = (item, task)
 
         def ended(_: asyncio.Task[None]) -> None:
@@ -117,6 +123,8 @@ class VideoJobs:
         except Gone:
             return
         except StreamrtError as failure:
+            if item.id not in self._running:
+                raise  # whoever asked for the job is told, and gets none
             error = failure
         except Exception:  # whatever it was: the job must end, and its caller be told
             log.exception("video.fault", id=item.id)

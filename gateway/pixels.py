@@ -112,7 +112,7 @@ class VideoEncoder:
         self._video.gop_size = max(1, round(fps))  # one fragment a second
         self._video.codec_context.thread_count = ENCODER_THREADS
         self._video.codec_context.time_base = 1 / rate
-        self._audio = self._container.add_stream("aac", rate=audio_hz, layout="mono") if audio_hz else None
+        self._audio = self._container.add_stream("aac", rate=audio_hz, layout="stereo") if audio_hz else None
         if self._audio is not None:
             self._audio.bit_rate = AAC_BITS_PER_S
         self._audio_hz = audio_hz
@@ -129,11 +129,12 @@ class VideoEncoder:
         return self._out.take()
 
     def add_sound(self, samples: np.ndarray) -> bytes:
-        """(samples,) float32 mono -> what of the file is ready by now."""
-        if self._audio is not None and len(samples):
-            frame = self._av.AudioFrame.from_ndarray(np.ascontiguousarray(np.clip(samples, -1.0, 1.0)[None]), format="fltp", layout="mono")
+        """(samples,) or (2, samples) float32 -> what of the file is ready by now. Mono is heard on both sides."""
+        if self._audio is not None and samples.size:
+            planes = np.ascontiguousarray(np.broadcast_to(np.clip(samples, -1.0, 1.0), (2, samples.shape[-1])), np.float32)
+            frame = self._av.AudioFrame.from_ndarray(planes, format="fltp", layout="stereo")
             frame.sample_rate, frame.time_base, frame.pts = self._audio_hz, Fraction(1, self._audio_hz), self._samples
-            self._samples += len(samples)
+            self._samples += samples.shape[-1]
             self._container.mux(self._audio.encode(frame))
         return self._out.take()
 

@@ -378,7 +378,7 @@ class ScriptVideo(_Denoising):
         for first in range(0, count, 4):
             levels = (np.arange(first, min(first + 4, count)) * 8 % 256).astype(np.uint8)
             frames = np.broadcast_to(levels[:, None, None, None], (len(levels), height, width, 3))
-            yield Chunk("video", {"frames": frames}, port="video", fps=fps, meta={"index": 0, "frame": first, "frames": count})
+            yield Chunk("video", {"frames": frames}, port="video", fps=fps, meta={"index": 0, "frame": first})
         if self.args.has_sound:
             tone = np.sin(2 * np.pi * 440 * np.arange(int(count / fps * self.rate_hz)) / self.rate_hz)
             yield audio_chunk((0.3 * tone).astype(np.float32), self.rate_hz, port="audio")

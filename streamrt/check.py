@@ -6,6 +6,7 @@ meant so, or is only missing on this machine, is a warning.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ ENDPOINTS: dict[str, tuple[str, ...]] = {
     "POST /v1/audio/speech": ("speak",),
     "POST /v1/audio/transcriptions": ("transcribe",),
     "WS /v1/realtime": ("listen", "transcribe", "respond"),
+    "POST /v1/images/generations": ("image",),
+    "POST /v1/images/edits": ("image",),
+    "POST /v1/videos": ("video",),
+    "POST /v1/audio/generate": ("audio",),
 }
 
 
@@ -64,6 +69,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     endpoints: tuple[str, ...]
     memory: dict[str, int]  # device -> bytes; {} when this machine can not run it
     warnings: tuple[str, ...]
+    found: tuple[str, ...] = ()  # what the checkpoint is that the pipeline was made for
 
     def as_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self)).decode()
@@ -86,7 +92,14 @@ class CheckReport(msgspec.Struct, frozen=True):
         for t in self.tasks:
             outputs = ", ".join(f"{modality} from {stream.partition('.')[0]}" for modality, stream in t.outputs.items())
             tasks.append((t.task, " -> ".join(t.stages), outputs or "nothing"))
-        lines = [f"{self.pipeline} ({self.file})", "", *table(rows), "", *(table(tasks) if self.tasks else ["no tasks"])]
+        lines = [
+            f"{self.pipeline} ({self.file})",
+            *(f"  {line}" for line in self.found),
+            "",
+            *table(rows),
+            "",
+            *(table(tasks) if self.tasks else ["no tasks"]),
+        ]
         if self.endpoints:
             lines += ["", "endpoints", *(f"  {endpoint}" for endpoint in self.endpoints)]
         if self.memory:
@@ -96,12 +109,13 @@ class CheckReport(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-def check(config: PipelineConfig, machine: Machine | None = None) -> CheckReport:
+def check(config: PipelineConfig, machine: Machine | None = None, *, found: Sequence[str] = ()) -> CheckReport:
     """Everything that can be known of a pipeline without starting it.
 
     Args:
         config: the pipeline.
         machine: where it would run; None = here.
+        found: lines of what the checkpoint is that it was made for.
 
     Raises:
         ConfigError: the pipeline can not work on any machine.
@@ -126,6 +140,7 @@ def check(config: PipelineConfig, machine: Machine | None = None) -> CheckReport
         endpoints=tuple(url for url, needs in ENDPOINTS.items() if config.gateway.replicas and all(task in routes for task in needs)),
         memory=memory,
         warnings=tuple(warnings),
+        found=tuple(found),
     )
 
 

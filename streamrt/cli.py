@@ -26,6 +26,7 @@ from streamrt.rundir import RunDir, list_runs, log_dir
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.partition("\n")[0])
 
 PipelineFile = Annotated[Path, typer.Argument(help="a pipeline.toml", show_default=False)]
+PipelineOrFolder = Annotated[Path, typer.Argument(help="a pipeline.toml, or a folder with a checkpoint", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(help="the run's name; may be left out when only one is up", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="override a key: --set stage.llm.args.max_tokens=200", show_default=False)
@@ -43,11 +44,12 @@ def main() -> None:
 
 @app.command()
 def up(
-    pipeline: PipelineFile,
+    pipeline: PipelineOrFolder,
     overrides: Overrides = None,
     name: Annotated[str, typer.Option(help="another name for this run than the file's pipeline.name")] = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return when the pipeline is ready")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and start nothing")] = False,
+    as_file: Annotated[bool, typer.Option("--print", help="print the pipeline file that this would run, and start nothing")] = False,
     fetch: Annotated[bool, typer.Option("--fetch", help="download weights that are missing")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="allow a gateway beyond loopback without a key")] = False,
     no_gateway: Annotated[bool, typer.Option("--no-gateway", help="start the stages only")] = False,
@@ -56,7 +58,8 @@ def up(
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Start a pipeline: one process per stage replica, and the gateway."""
-    from streamrt.config import load_pipeline
+    from streamrt.checkpoint import open_source
+    from streamrt.config import to_toml
     from streamrt.plan import Machine, make_plan
     from streamrt.registry import load_graph
 
@@ -68,8 +71,12 @@ def up(
     if no_gateway:
         chosen.append("gateway.replicas=0")
     try:
-        config = load_pipeline(pipeline, chosen)
+        source = open_source(pipeline, chosen)
+        config = source.config
         graph, classes = load_graph(config)
+        if as_file:
+            typer.echo(to_toml(config), nl=False)
+            return
         plan = make_plan(config, graph, classes, Machine.here())
         if dry_run:
             typer.echo(plan.as_json() if as_json else plan.as_text())
@@ -78,6 +85,9 @@ def up(
     except StreamrtError as error:
         _report(ready_fd, str(error))
         raise
+    if ready_fd < 0:
+        for line in source.found:
+            typer.echo(line)
     if detach:
         _detach(config.name)
         return
@@ -154,12 +164,13 @@ def logs(
 
 
 @app.command()
-def check(pipeline: PipelineFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Say what a pipeline file means: stages, edges, tasks, endpoints, memory. Starts nothing; needs no torch."""
+def check(pipeline: PipelineOrFolder, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Say what a pipeline file means: stages, edges, tasks, endpoints, memory; of a checkpoint also what it is. Starts nothing; needs no torch."""
     from streamrt.check import check as check_pipeline
-    from streamrt.config import load_pipeline
+    from streamrt.checkpoint import open_source
 
-    report = check_pipeline(load_pipeline(pipeline, overrides or []))
+    source = open_source(pipeline, overrides or [])
+    report = check_pipeline(source.config, found=source.found)
     typer.echo(report.as_json() if as_json else report.as_text())
 
 

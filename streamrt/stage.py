@@ -155,6 +155,14 @@ class Stage:
         """What `streamrt check` should say of these arguments and the model they name (None: it is not here). No heavy imports."""
         return []
 
+    @classmethod
+    def recognize(cls, folder: Path) -> tuple[dict[str, Any], list[str]]:
+        """For `streamrt up FOLDER`: the `[stage.args]` that serve the checkpoint in `folder`, and lines that say what it is. No heavy imports.
+
+        Raises ConfigError for a checkpoint that this stage can not serve.
+        """
+        raise NotImplementedError
+
     def load(self) -> None:
         """Import, read weights, warm up. Blocking; on the compute thread."""
 

@@ -7,6 +7,7 @@ Imports no torch before `load`.
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from stages.ar.ranks import Leading
     from stages.ar.runner import Runner
     from stages.ar.text_engine import TextEngine
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # any of these files
 
 
 class CausalLMArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +61,25 @@ class CausalLM(EngineStage):
     supports_tp = True
     args: CausalLMArgs
     _leading: Leading | None = None  # on rank 0 of several
+
+    @classmethod
+    def recognize(cls, folder: Path) -> tuple[dict[str, Any], list[str]]:
+        config = json.loads((folder / "config.json").read_text())
+        kinds = [str(kind) for kind in config.get("architectures") or ()]
+        kind = next((kind for kind in kinds if kind.endswith("ForCausalLM")), None)
+        if kind is None:
+            got = ", ".join(kinds) or "no architecture"
+            raise ConfigError(
+                f"{folder}: config.json names {got}, and no stage serves that by itself",
+                hint="served are causal language models (...ForCausalLM) and pipelines of diffusers; for others write a pipeline file",
+            )
+        if not any((folder / name).is_file() for name in TOKENIZERS):
+            raise ConfigError(f"{folder}: there is no tokenizer beside config.json: expected one of {', '.join(TOKENIZERS)}")
+        length = config.get("max_position_embeddings")
+        return {"model": str(folder)}, [
+            f"{kind}, a causal language model of transformers: text to text",
+            *([f"made for {length} tokens of prompt and reply together"] if length else []),
+        ]
 
     def load(self) -> None:
         if self.context.rank == 0:

@@ -5,7 +5,7 @@ Knows requests and chunks; what is computed is `parts.py`'s. Imports no torch be
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,16 +77,25 @@ class DecoderStage(_Part):
 
     async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         async for latents in chunks:
-            for chunk in await self.compute(self._decode, latents):
-                yield chunk
+            decoded = self._decode(latents)
+            try:
+                while (chunk := await self.compute(next, decoded, None)) is not None:
+                    yield chunk
+            finally:
+                await self.compute(decoded.close)  # there, where it may still run
 
-    def _decode(self, latents: Chunk) -> list[Chunk]:
-        from stages.diffusion.output import picture_chunks
+    def _decode(self, latents: Chunk) -> Generator[Chunk, None, None]:
+        from stages.diffusion.output import picture_chunks, video_chunks
         from stages.diffusion.parts import decode
 
-        made = decode(self._pipeline, latents, self.args.task, self.context.device)
-        meta = {name: latents.meta[name] for name in ("index", "seed")}
-        return list(picture_chunks(made, self._given, latents.meta["fps"], meta))
+        meta, fps = {name: latents.meta[name] for name in ("index", "seed")}, latents.meta["fps"]
+        frames = 0
+        for made in decode(self._pipeline, latents, self.args.task, self.context.device):
+            if self.args.task == "video":
+                yield from video_chunks(made["frames"][0], fps, meta, first=frames)
+                frames += len(made["frames"][0])
+            else:
+                yield from picture_chunks(made, self._given, fps, meta)
 
 
 class ImageEncoder(EncoderStage):

@@ -6,6 +6,7 @@ prompt -> [encoder: text encoders] -> embeddings -> [denoiser: transformer] -> l
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ def components_of(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return {name: (entry[0], entry[1]) for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and all(entry)}
 
 
+def is_denoiser(component: str) -> bool:
+    """Whether it is called once or more at each step."""
+    return component.startswith(DENOISERS)
+
+
+def task_of(parameters: Collection[str]) -> str:
+    """What a pipeline makes, of the parameters of its call: "image", "video" or "audio"."""
+    if "num_frames" in parameters:
+        return "video"
+    return "audio" if any("audio" in name for name in parameters) else "image"
+
+
 def part_of(component: str) -> str:
     """The part that needs the weights of `component`: "encoder", "denoiser" or "decoder"."""
     if component.startswith(ENCODERS):
@@ -42,7 +55,7 @@ def why_not(index: dict[str, Any], task: str) -> str:
         return f"{kind} encodes images with its VAE before it denoises, so its parts need each other's models"
     if not any(name.startswith("text_encoder") for name in components):
         return f"{kind} has no text encoder"
-    if "vae" not in components or not any(name.startswith(DENOISERS) for name in components):
+    if "vae" not in components or not any(map(is_denoiser, components)):
         return f"{kind} has no component called vae, transformer or unet"
     if task == "audio" or any(name in components for name in ("audio_vae", "vocoder")):
         return f"{kind} cuts sound to length where it decodes it, which the decoder alone can not"

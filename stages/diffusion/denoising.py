@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +27,9 @@ import greenlet
 import torch
 
 from stages.diffusion.batch import Call
+from stages.diffusion.cut import is_denoiser
+from stages.diffusion.frames import Frames, telling
+from stages.diffusion.params import GUIDER_SCALE
 
 
 class Denoising(Protocol):
@@ -41,7 +45,7 @@ class Denoising(Protocol):
         """Hand in the result of that call; goes on to the next one."""
 
     def finish(self) -> Any:
-        """Decode. The pipeline's output; None when there is more to denoise after it."""
+        """Decode. The pipeline's output; `Frames` of it when there is more to decode, None when there is more to denoise."""
 
     def close(self) -> None:
         """Give everything back, at any point. Idempotent."""
@@ -50,20 +54,60 @@ class Denoising(Protocol):
 # (steps done, steps in all, latents as the scheduler left them)
 OnStep = Callable[[int, int, torch.Tensor], None]
 
+# A pipeline's methods that encode what a request says. What they give depends on the request alone, not on its seeds.
+ENCODING = ("encode_prompt", "encode_duration")
+
 # A denoiser, timestep=a function that says where the request is -> what is called in its place, by this request alone
 Twin = Callable[..., Any]
 
 
 def denoiser_names(pipeline: Any) -> list[str]:
     """The components that are called once or more at each step."""
-    return [name for name, part in pipeline.components.items() if name.startswith(("transformer", "unet")) and part is not None]
+    return [name for name, part in pipeline.components.items() if is_denoiser(name) and part is not None]
+
+
+def guided(pipeline: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A pipeline whose guider has the scale that `arguments` name, and the arguments of its call."""
+    if GUIDER_SCALE not in arguments:
+        return pipeline, arguments
+    own, guider = copy.copy(pipeline), copy.deepcopy(pipeline.guider)
+    guider.guidance_scale = arguments[GUIDER_SCALE]
+    object.__setattr__(own, "guider", guider)
+    return own, {name: value for name, value in arguments.items() if name != GUIDER_SCALE}
+
+
+class Encodings:
+    """What a pipeline's encoders gave for one request: its first image asks them, the next ones get the same."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, list[Any]] = {}
+
+    def share(self, own: Any) -> None:
+        """Have `own`, the pipeline's copy for one image, ask here first."""
+        for name in ENCODING:
+            if hasattr(own, name):
+                object.__setattr__(own, name, self._shared(getattr(own, name), self._given.setdefault(name, [])))
+
+    def _shared(self, method: Callable[..., Any], given: list[Any]) -> Callable[..., Any]:
+        calls = itertools.count()  # of this image; a pipeline calls it in the same order for each
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            place = next(calls)
+            if place == len(given):
+                given.append(method(*args, **kwargs))
+            return copy.deepcopy(given[place])  # a pipeline may change in place what it got
+
+        return call
 
 
 class Whole:
     """`Denoising` in one piece: all of the pipeline's call is its `finish`."""
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep) -> None:
+    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, *, encodings: Encodings | None = None) -> None:
         self._pipeline = own_copy(pipeline, on_step)
+        if encodings is not None:
+            encodings.share(self._pipeline)
         self._arguments = arguments
 
     def prepare(self) -> None:
@@ -85,9 +129,22 @@ class Whole:
 class Stepwise:
     """`Denoising` of any pipeline, denoiser call by denoiser call."""
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], on_step: OnStep, twin: Twin | None = None) -> None:
-        """`twin` makes the denoisers that are called in place of the pipeline's: one for each of them and each of its cache contexts."""
+    def __init__(
+        self,
+        pipeline: Any,
+        arguments: dict[str, Any],
+        on_step: OnStep,
+        twin: Twin | None = None,
+        *,
+        encodings: Encodings | None = None,
+        in_parts: bool = False,
+    ) -> None:
+        """`twin` makes the denoisers that are called in place of the pipeline's: one for each of them and each of its cache contexts.
+        `in_parts`: `finish` gives `Frames` as they are decoded; see `frames.comes_in_parts`.
+        """
         own = own_copy(pipeline, on_step)
+        if encodings is not None:
+            encodings.share(own)
         schedule = own.scheduler
 
         def timestep() -> int:
@@ -98,7 +155,7 @@ class Stepwise:
             object.__setattr__(own, name, _Denoiser(real, partial(twin, real, timestep=timestep) if twin else partial(_same, real)))
         self.decoder: _Decoder | None = None
         if getattr(pipeline, "vae", None) is not None:
-            self.decoder = _Decoder(pipeline.vae)
+            self.decoder = _Decoder(pipeline.vae, pipeline.video_processor if in_parts else None)
             object.__setattr__(own, "vae", self.decoder)
         self._greenlet = greenlet.greenlet(lambda: own(**arguments))
         self._waits: Call | None = None
@@ -114,10 +171,9 @@ class Stepwise:
         self._switch(result)
 
     def finish(self) -> Any:
-        if self._greenlet.dead:  # a pipeline without a VAE ended with its last step
-            return self._output
-        self._switch()
-        return self._output if self._greenlet.dead else None
+        if not self._greenlet.dead:  # a pipeline without a VAE ended with its last step
+            self._switch()
+        return self._output
 
     def close(self) -> None:
         self._waits = None
@@ -128,10 +184,8 @@ class Stepwise:
     def _switch(self, *values: Any) -> None:
         """Run the pipeline until its next call, or its end."""
         came = self._greenlet.switch(*values)
-        if self._greenlet.dead:
-            self._waits, self._output = None, came
-        else:
-            self._waits = came  # None: what comes next is the decoder
+        self._waits = came if isinstance(came, Call) else None  # None: what comes next is the decoder
+        self._output = came if self._greenlet.dead or isinstance(came, Frames) else None
 
 
 def own_copy(pipeline: Any, on_step: OnStep) -> Any:
@@ -223,19 +277,24 @@ class _Denoiser(_StandIn):
 
 
 class _Decoder(_StandIn):
-    """Decoding starts when the engine says so."""
+    """Decoding starts when the engine says so; in parts, it goes on when the engine says so."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Any, processor: Any) -> None:
         super().__init__(real)
+        self._processor = processor  # the pipeline's, which makes frames of what is decoded; None: not in parts
         self.asked: tuple[Any, ...] = ()  # what it is to decode
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         self.asked = args
         _ask(None)
-        return self._real.decode(*args, **kwargs)
+        vae = self._real if self._processor is None else telling(self._real, self._tell)
+        return vae.decode(*args, **kwargs)
+
+    def _tell(self, part: torch.Tensor) -> None:
+        _ask(Frames(self._processor.postprocess_video(part, output_type="np")[0]))
 
 
-def _ask(call: Call | None) -> Any:
+def _ask(what: Call | Frames | None) -> Any:
     parent = greenlet.getcurrent().parent
     assert parent is not None
-    return parent.switch(call)
+    return parent.switch(what)

@@ -6,9 +6,10 @@ Knows requests and when each gets its turn. What a request computes is `denoisin
 one is `batch.py`'s, how a call is launched `graphs.py`'s, what becomes of the result `output.py`'s. Threads and queues are the host's.
 
 Rules
-- A step is one of: the preparation of one image, one call of one module, the decoding of one image; or several calls that begin
-  within `slice_s`, because telling the loop costs as much as a small call. A cancel never waits longer than that.
-- A request for n images is n pieces of work, each with its own seed; they run as n requests would.
+- A step is one of: the preparation of one image, one call of one module, the decoding of one image, or of some frames where the VAE
+  decodes in parts; or several calls that begin within `slice_s`, because telling the loop costs as much as a small call. A cancel never
+  waits longer than that.
+- A request for n images is n pieces of work, each with its own seed; they run as n requests would, but for the prompt, which is encoded once.
 - What a call raises fails the requests in it; when there are several, each is tried alone first. A lost device fails the step.
 - The host is at most one call ahead of the device, so a cancel leaves no more than that behind, and progress is of work that is done.
 """
@@ -25,10 +26,11 @@ from typing import Any
 import torch
 
 from stages.diffusion.batch import Call, Digests, Merged, key
-from stages.diffusion.denoising import Denoising, OnStep
+from stages.diffusion.denoising import Denoising, Encodings, OnStep
+from stages.diffusion.frames import Frames
 from stages.diffusion.graphs import TEXT_MULTIPLE, CaptureFailed, DenoiserGraphs
 from stages.diffusion.lora import Wanted
-from stages.diffusion.output import Given, chunks_of, image_of, preview_chunk
+from stages.diffusion.output import Given, chunks_of, frame_chunks, image_of, preview_chunk
 from stages.diffusion.params import MAX_PROMPT_CHARS, Job
 from stages.diffusion.scheduler import StepScheduler
 from streamrt import BadRequest, Chunk, Output, Overloaded, Request, StageFailed, StreamrtError, TooLong, event_chunk
@@ -48,6 +50,7 @@ class Inputs:
         self.text = ""
         self.images: dict[str, list[Any]] = {}  # role -> PIL images
         self.encoded: Chunk | None = None  # of an encoder stage
+        self.encodings = Encodings()  # of the pipeline's own encoders
 
     @property
     def count(self) -> int:
@@ -64,6 +67,7 @@ class Piece:
         self.denoising: Denoising | None = None  # from its preparation on
         self.digests = Digests()
         self.call: Call | None = None
+        self.frames = 0  # that have left
 
 
 class Asked:
@@ -214,7 +218,6 @@ class DiffusionEngine:
         piece = next((piece for piece in self._finishing if not piece.request.is_paused), None)
         if piece is None:
             return []
-        self._finishing.remove(piece)
         asked = piece.request
         assert piece.denoising is not None
         began = time.perf_counter()
@@ -222,14 +225,21 @@ class DiffusionEngine:
             self._use_adapters(asked.job.lora)
             made = piece.denoising.finish()
             if made is None:
+                self._finishing.remove(piece)
                 self._look(piece)
-                return [piece]
-            for chunk in chunks_of(made, self._given, asked.job, piece.index):
-                asked.say(chunk)
+            elif isinstance(made, Frames):
+                for chunk in frame_chunks(made.array, self._given, asked.job, piece.index, first=piece.frames):
+                    asked.say(chunk)
+                piece.frames += len(made.array)
+            else:
+                for chunk in chunks_of(made, self._given, asked.job, piece.index, first=piece.frames):
+                    asked.say(chunk)
         except Exception as error:  # noqa: BLE001 - one request's end must not be the others'; `_fail` logs it
             self._fail(piece, error)
             return [piece]
         asked.spent_ms["decode_ms"] += (time.perf_counter() - began) * 1e3
+        if made is None or isinstance(made, Frames):
+            return [piece]
         self._drop(piece)
         if not asked.pieces:
             del self._asked[asked.id]

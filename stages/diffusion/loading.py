@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from stages.diffusion.cut import NEED_IMAGE, read_index
+from stages.diffusion.cut import NEED_IMAGE, read_index, task_of
 from stages.diffusion.output import Given
-from stages.diffusion.params import Accepts
+from stages.diffusion.params import GUIDER_SCALE, Accepts
 from streamrt import ConfigError
 
 DEFAULT_FPS = 16.0
@@ -111,7 +111,7 @@ def accepts_of(pipeline: Any) -> Accepts:
     kind = type(pipeline).__name__
     return Accepts(
         pipeline=kind,
-        names=frozenset(call),
+        names=frozenset(call) | ({GUIDER_SCALE} if hasattr(getattr(pipeline, "guider", None), "guidance_scale") else set()),
         steps=_default(call, "num_inference_steps", 50),
         needs_image=image is not None and (image.default is inspect.Parameter.empty or any(word in kind for word in NEED_IMAGE)),
         size_multiple=_size_multiple(pipeline),
@@ -123,9 +123,7 @@ def accepts_of(pipeline: Any) -> Accepts:
 
 def given_of(pipeline: Any, task: str) -> Given:
     """What `pipeline` gives, in a stage of `task`. Raises ConfigError when that is plainly something else."""
-    names = inspect.signature(type(pipeline).__call__).parameters
-    is_audio = any("audio" in name for name in names) and "num_frames" not in names
-    found = "audio" if is_audio else "video" if "num_frames" in names else "image"
+    found = task_of(inspect.signature(type(pipeline).__call__).parameters)
     if found != task:
         raise ConfigError(f'task: got "{task}", but {type(pipeline).__name__} makes {found}', hint=f'set task = "{found}"', param="task")
     accepts = accepts_of(pipeline)

@@ -33,26 +33,31 @@ class Given(msgspec.Struct, frozen=True):
     spatial: int = 8  # pixels of a latent
 
 
-def chunks_of(made: Any, given: Given, job: Job, index: int) -> Iterator[Chunk]:
-    """The chunks of one piece. Raises StageFailed when the pipeline gave something else."""
+def chunks_of(made: Any, given: Given, job: Job, index: int, *, first: int = 0) -> Iterator[Chunk]:
+    """The chunks of one piece, of a video without its `first` frames. Raises StageFailed when the pipeline gave something else."""
     meta = {"index": index, "seed": job.seeds[index]}
     if isinstance(made, Undecoded):
         yield made.chunk(fps=job.fps or given.fps, **meta)
     elif given.task != "audio":
-        yield from picture_chunks(made, given, job.fps or given.fps, meta)
+        yield from picture_chunks(made, given, job.fps or given.fps, meta, first=first)
     elif (audio := _field(made, "audios", "audio")) is not None:
         yield from _audio(audio[0], given.sample_rate_hz, meta)
     else:
         raise _something_else(made, given)
 
 
-def picture_chunks(made: Any, given: Given, fps: float, meta: dict[str, Any]) -> Iterator[Chunk]:
-    """The chunks of an image, or of a video and its sound."""
+def frame_chunks(frames: np.ndarray, given: Given, job: Job, index: int, *, first: int) -> Iterator[Chunk]:
+    """The chunks of some frames of a piece, (T, H, W, C) floats, whose number in the video is `first` and up."""
+    yield from video_chunks(frames, job.fps or given.fps, {"index": index, "seed": job.seeds[index]}, first=first)
+
+
+def picture_chunks(made: Any, given: Given, fps: float, meta: dict[str, Any], *, first: int = 0) -> Iterator[Chunk]:
+    """The chunks of an image, or of a video and its sound; of the video without its `first` frames."""
     if given.task == "image" and (images := _field(made, "images")) is not None:
         for image in images:
             yield Chunk("image", {"image": pixels(image)}, port="image", meta=meta)
     elif given.task == "video" and (frames := _field(made, "frames")) is not None:
-        yield from _video(np.asarray(_array(frames[0])), fps, meta)
+        yield from video_chunks(_array(frames[0])[first:], fps, meta, first=first)
         if (audio := _field(made, "audio", "audios")) is not None:
             yield from _audio(audio[0], given.sample_rate_hz, meta)
     else:
@@ -71,11 +76,11 @@ def pixels(values: Any) -> np.ndarray:
     return np.ascontiguousarray(np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array)
 
 
-def _video(frames: np.ndarray, fps: float, meta: dict[str, Any]) -> Iterator[Chunk]:
-    """(T, H, W, 3) as chunks of bounded size; `frame` is the number of a chunk's first."""
-    size = max(1, VIDEO_CHUNK_BYTES // max(1, frames[0].size))
+def video_chunks(frames: np.ndarray, fps: float, meta: dict[str, Any], *, first: int = 0) -> Iterator[Chunk]:
+    """(T, H, W, 3) as chunks of bounded size; `frame` is the number of a chunk's first, where that of `frames` is `first`."""
+    size = max(1, VIDEO_CHUNK_BYTES // max(1, frames[:1].size))
     for start in range(0, len(frames), size):
-        more = {**meta, "frame": start, "frames": len(frames)}
+        more = {**meta, "frame": first + start}
         yield Chunk("video", {"frames": pixels(frames[start : start + size])}, port="video", fps=fps, meta=more)
 
 

@@ -25,13 +25,15 @@ MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARS = 32_000
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 
+GUIDER_SCALE = "guider.guidance_scale"  # of pipelines whose guidance is a component with a scale, and no argument of the call
+
 # What a request says -> what diffusers' pipelines call it, the first of these that the pipeline has.
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "negative_prompt": ("negative_prompt",),
     "width": ("width",),
     "height": ("height",),
     "num_inference_steps": ("num_inference_steps",),
-    "guidance_scale": ("guidance_scale",),
+    "guidance_scale": ("guidance_scale", GUIDER_SCALE),
     "true_cfg_scale": ("true_cfg_scale",),
     "strength": ("strength",),
     "num_frames": ("num_frames",),
@@ -59,7 +61,7 @@ class Accepts(msgspec.Struct, frozen=True):
     """What the loaded pipeline can be asked, as the signature of its `__call__` says."""
 
     pipeline: str  # class name, for messages
-    names: frozenset[str]  # parameters of the call
+    names: frozenset[str]  # parameters of the call, and GUIDER_SCALE
     steps: int = 50  # its default
     needs_image: bool = False  # it starts from one, always
     size_multiple: int = 1  # width and height are multiples of this
@@ -95,7 +97,7 @@ class Job(msgspec.Struct, frozen=True):
     def likeness(self) -> str:
         """Requests of one likeness can probably share denoiser calls; known before anything is computed."""
         names = ("width", "height", "num_frames", "audio_end_in_s")
-        guided = (self.arguments.get("guidance_scale") or 0) > 1
+        guided = (self.arguments.get("guidance_scale") or self.arguments.get(GUIDER_SCALE) or 0) > 1
         return repr(([self.arguments.get(name) for name in names], guided, self.lora, self.quality))
 
 
@@ -144,6 +146,8 @@ def parse(task: str, params: Mapping[str, Any], limits: Limits, accepts: Accepts
     for name in ("prompt", "negative_prompt"):
         if len(getattr(asked, name) or "") > MAX_PROMPT_CHARS:
             raise TooLong(f"{name}: longer than {MAX_PROMPT_CHARS} characters", param=name)
+    if asked.previews and task != "image":
+        raise BadRequest(f"previews: there are none of {task}", param="previews")
     arguments = _arguments(asked, limits, accepts)
     steps = arguments.get("num_inference_steps", accepts.steps)
     _at_most("num_inference_steps", steps, limits.max_steps)

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from stages.diffusion.cut import components_of, part_of, read_index
-from stages.diffusion.denoising import OnStep, Stepwise, Twin, denoiser_names, own_copy
+from stages.diffusion.denoising import ENCODING, OnStep, Stepwise, Twin, denoiser_names, guided, own_copy
+from stages.diffusion.frames import comes_in_parts, parts_of
 from stages.tensors import to_array, to_torch
 from streamrt import BadRequest, Chunk, StageFailed
 
-RECORDED = ("encode_prompt", "encode_duration")
 MAX_EMBEDDINGS = 64  # tensors that one request's encoders may give
 
 
@@ -64,6 +64,7 @@ class _Enough(Exception):
 
 def encode(pipeline: Any, arguments: dict[str, Any], device: str) -> Chunk:
     """What the pipeline's encoders say of a request, as one `hidden` chunk. Raises BadRequest for what the pipeline refuses."""
+    pipeline, arguments = guided(pipeline, arguments)
     own = _on(own_copy(pipeline, lambda *_: None), device)
     recorded: list[Any] = []
 
@@ -78,7 +79,7 @@ def encode(pipeline: Any, arguments: dict[str, Any], device: str) -> Chunk:
     def enough(*_: Any, **__: Any) -> Any:
         raise _Enough
 
-    for name in RECORDED:
+    for name in ENCODING:
         if hasattr(own, name):
             object.__setattr__(own, name, recording(getattr(own, name)))
     if hasattr(own, "prepare_latents"):  # what comes before the denoiser, and needs none of the results
@@ -155,7 +156,7 @@ class Uncoded(Stepwise):
             return next(results)
 
         placed = _on(pipeline, device)
-        for name in RECORDED:
+        for name in ENCODING:
             if hasattr(placed, name):
                 object.__setattr__(placed, name, functools.wraps(getattr(placed, name))(play))
         super().__init__(placed, arguments, on_step, twin)
@@ -168,15 +169,25 @@ class Uncoded(Stepwise):
 # ---- decoder ---------------------------------------------------------------------------------------------------------------
 
 
-def decode(pipeline: Any, chunk: Chunk, task: str, device: str) -> dict[str, np.ndarray]:
-    """Floats in [0, 1] as the pipeline would have given them: {"images": (1, H, W, C)} or {"frames": (1, T, H, W, C)}."""
+@torch.no_grad()
+def decode(pipeline: Any, chunk: Chunk, task: str, device: str) -> Iterator[dict[str, np.ndarray]]:
+    """Floats in [0, 1] as the pipeline would have given them: {"images": (1, H, W, C)}, or {"frames": (1, T, H, W, C)}, of which there are
+    several where the VAE decodes in parts. On the same thread always."""
     latents = [to_torch(chunk.tensors[f"t{place}"], device) for place in range(len(chunk.tensors))]
-    with torch.no_grad():
-        values = pipeline.vae.decode(latents[0].to(pipeline.vae.dtype), *latents[1:], return_dict=False)[0]
-    values = (values / 2 + 0.5).clamp(0, 1).float().cpu()
+    latents[0] = latents[0].to(pipeline.vae.dtype)
+    if task == "video" and comes_in_parts(pipeline):
+        for part in parts_of(pipeline.vae, latents[0]):
+            yield {"frames": _shown(part).permute(0, 2, 3, 4, 1).numpy()}
+        return
+    values = _shown(pipeline.vae.decode(*latents, return_dict=False)[0])
     if task == "video":
-        return {"frames": values.permute(0, 2, 3, 4, 1).numpy()}
-    return {"images": (values[:, :, 0] if values.dim() == 5 else values).permute(0, 2, 3, 1).numpy()}
+        yield {"frames": values.permute(0, 2, 3, 4, 1).numpy()}
+    else:
+        yield {"images": (values[:, :, 0] if values.dim() == 5 else values).permute(0, 2, 3, 1).numpy()}
+
+
+def _shown(values: torch.Tensor) -> torch.Tensor:
+    return (values / 2 + 0.5).clamp(0, 1).float().cpu()
 
 
 def _on(pipeline: Any, device: str) -> Any:

@@ -17,8 +17,9 @@ import msgspec
 
 from stages.diffusion.apart import DECODERS, ENCODERS, call_arguments
 from stages.diffusion.args import DiffusionArgs
+from stages.diffusion.checkpoint import recognize
 from stages.diffusion.cut import read_index, why_not
-from stages.diffusion.params import Accepts, Job, Limits, parse
+from stages.diffusion.params import SPELLINGS, Accepts, Job, Limits, parse
 from streamrt import BadRequest, Chunk, ConfigError, EngineStage, Request, Stage
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class DiffusionPipeline(EngineStage):
         reason = why_not(read_index(model), args.task) if model is not None and args.part != "all" else ""
         return [f'part = "{args.part}": this pipeline stays one stage: {reason}'] if reason else []
 
+    @classmethod
+    def recognize(cls, folder: Path) -> tuple[dict[str, Any], list[str]]:
+        return recognize(folder)
+
     def make_engine(self) -> DiffusionEngine:
         args, context = self.args, self.context
         from stages.diffusion.loading import load
@@ -83,15 +88,15 @@ class DiffusionPipeline(EngineStage):
 
         from stages.diffusion.acceleration import accelerate
         from stages.diffusion.caches import Caches
-        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names
+        from stages.diffusion.denoising import Stepwise, Whole, denoiser_names, guided
+        from stages.diffusion.frames import comes_in_parts
         from stages.diffusion.loading import accepts_of, given_of
         from stages.diffusion.lora import Adapters
         from stages.diffusion.parts import Uncoded, encoded_of
 
         if context.device.startswith("cuda"):
-            torch.cuda.set_device(
-                torch.device(context.device).index or 0
-            )  # of the compute thread: events and graphs are of the current one
+            # Of the compute thread: events and graphs are of the current one.
+            torch.cuda.set_device(torch.device(context.device).index or 0)
         given = given_of(pipeline, args.task)
         self.sample_rate_hz = given.sample_rate_hz
         names = denoiser_names(pipeline)
@@ -105,6 +110,7 @@ class DiffusionPipeline(EngineStage):
             raise ConfigError(f'quality: "{args.quality}" needs a cache', hint='set cache = "first_block", or another', param="quality")
         accelerate(pipeline, names, args, context.device)
         adapters = Adapters(pipeline, args.loras, args.max_loras)
+        in_parts = args.offload == "none" and comes_in_parts(pipeline)  # a twin of the VAE would not have the hooks that move it
         caches = Caches(args.cache, denoisers, mag_ratios=args.mag_ratios) if args.cache != "none" else None
         # 2. what a request may ask, and how it becomes a call
         accepts = accepts_of(pipeline)
@@ -116,20 +122,21 @@ class DiffusionPipeline(EngineStage):
         )
         self.limits = args.limits
         for name in ("width", "height", "guidance_scale"):
-            if getattr(args, name) is not None and name not in accepts.names:
+            if getattr(args, name) is not None and accepts.names.isdisjoint(SPELLINGS[name]):
                 raise ConfigError(f"{name}: {accepts.pipeline} has nothing like it", param=name)
 
         def make(job: Job, seed: int, inputs: Inputs, on_step: OnStep) -> Denoising:
-            arguments = call_arguments(self.accepts, job, seed, inputs)
+            source, arguments = guided(pipeline, call_arguments(self.accepts, job, seed, inputs))
+            encodings = inputs.encodings if len(job.seeds) > 1 else None
             if args.mode == "request":
-                return Whole(pipeline, arguments, on_step)
+                return Whole(source, arguments, on_step, encodings=encodings)
             is_cached = caches is not None and job.quality != "lossless"
             twin = partial(caches.twin, quality=job.quality, steps=job.steps) if caches is not None and is_cached else None
             if args.part == "denoiser" and inputs.encoded is None:
                 raise BadRequest("hidden: this stage denoises what an encoder stage sends, and nothing came")
             if inputs.encoded is None:
-                return Stepwise(pipeline, arguments, on_step, twin)
-            return Uncoded(pipeline, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
+                return Stepwise(source, arguments, on_step, twin, encodings=encodings, in_parts=in_parts)
+            return Uncoded(source, encoded_of(inputs.encoded, context.device), arguments, on_step, twin, device=context.device)
 
         # 3. the engine around it
         from stages.diffusion.engine import DiffusionEngine

@@ -47,6 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     text = '[pipeline]\nname = "tiny-diffusion"\n[gateway]\nport = 0\n[run]\nheartbeat_s = 0.2\n'
     for name, kind in MADE.items():
         text += STAGE.format(name=name, folder=build(kind, folder / kind), task=PIPELINES[kind].task)
+        text += 'cache = "taylorseer"\n' if name == "painter" else ""
     (folder / "pipeline.toml").write_text(text)
     with Pipeline(folder / "pipeline.toml", gateway=True) as pipeline:
         yield pipeline
@@ -85,6 +86,17 @@ def test_a_streamed_image_has_partial_images(client: openai.OpenAI) -> None:
     assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
 
 
+def test_a_quality_decides_whether_a_cache_is_used(client: openai.OpenAI) -> None:
+    params = asked("painter", seed=5, num_inference_steps=8)
+    drawn = {
+        quality: pixels(client.images.generate(prompt="", quality=quality, extra_body=params).data[0].b64_json)  # type: ignore[arg-type]
+        for quality in ("auto", "hd", "high", "low")
+    }
+    assert (drawn["auto"] == drawn["hd"]).all()
+    assert (drawn["low"] != drawn["hd"]).any()
+    assert np.abs(drawn["high"].astype(int) - drawn["hd"]).mean() <= np.abs(drawn["low"].astype(int) - drawn["hd"]).mean()
+
+
 def test_what_the_model_can_not_do_is_a_400(client: openai.OpenAI) -> None:
     for refused, param in (
         ({"num_inference_steps": 31}, "num_inference_steps"),
@@ -106,6 +118,7 @@ def test_a_video_job_has_pictures_and_sound(client: openai.OpenAI) -> None:
     data = client.videos.download_content(job.id).content
     with av.open(io.BytesIO(data)) as container:
         assert [stream.type for stream in container.streams] == ["video", "audio"]
+        assert container.streams.audio[0].codec_context.channels == 2
         assert sum(1 for _ in container.decode(video=0)) == PIPELINES["ltx2"].params["num_frames"]
 
 

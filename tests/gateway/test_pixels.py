@@ -75,3 +75,18 @@ def test_a_video_has_its_sound(has_come):
     with av.open(io.BytesIO(b"".join(pieces))) as container:
         samples = sum(frame.samples for frame in container.decode(audio=0))
     assert samples == pytest.approx(32_000 * has_come, abs=3000)
+
+
+def test_the_sound_of_a_video_is_stereo_and_mono_is_heard_on_both_sides():
+    time_s = np.arange(16_000, dtype=np.float32) / 16_000
+    left, right = np.sin(2 * np.pi * 440 * time_s), np.sin(2 * np.pi * 660 * time_s)
+
+    def heard(sound):
+        encoder = VideoEncoder(64, 48, 24.0, 16_000)
+        pieces = [encoder.encode(ramp(24, 64, 48)), encoder.add_sound(0.5 * sound), encoder.finish()]
+        with av.open(io.BytesIO(b"".join(pieces))) as container:
+            planes = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+        return [int(np.argmax(np.abs(np.fft.rfft(plane[:16_000])))) for plane in planes]
+
+    assert heard(np.stack([left, right])) == [440, 660]
+    assert heard(left) == [440, 440]

@@ -209,6 +209,26 @@ async def test_a_full_server_takes_no_more_jobs(studio_serving):
             assert response.status == 200
 
 
+async def test_a_job_for_which_there_is_no_place_in_the_line_is_refused_and_is_no_job(studio_serving):
+    ask = {"prompt": "20 ms each", "num_inference_steps": 100}
+    made = []
+    async with studio_serving() as http:
+        for _ in range(80):  # the line holds 64, and the stage 4 of this gateway at most
+            async with http.post(VIDEOS, json=ask) as response:
+                status, answer = response.status, await response.json()
+            if status != 200:
+                break
+            made.append(answer["id"])
+        assert (status, answer["error"]["code"], len(made) >= 64) == (429, "overloaded", True)
+        async with http.get(VIDEOS, params={"limit": 100}) as response:
+            listed = {job["id"]: job["status"] for job in (await response.json())["data"] if job["prompt"] == ask["prompt"]}
+        assert set(listed) == set(made)
+        assert "failed" not in listed.values()
+        for response in await asyncio.gather(*(http.delete(f"{VIDEOS}/{name}") for name in made)):
+            response.close()
+            assert response.status == 200
+
+
 @pytest.mark.slow
 async def test_jobs_survive_a_gateway_that_is_killed(run_folders):
     with up(KILLED) as run:

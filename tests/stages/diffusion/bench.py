@@ -15,6 +15,7 @@ import torch
 from stages.diffusion.apart import call_arguments
 from stages.diffusion.denoising import Denoising, OnStep
 from stages.diffusion.engine import Inputs
+from stages.diffusion.frames import Frames
 from stages.diffusion.loading import extra_components, pick_dtype
 from stages.diffusion.params import Job
 from stages.diffusion.pipeline import DiffusionPipeline
@@ -31,6 +32,7 @@ class Bench:
         self.pipeline = inspect.getclosurevars(self.engine._make).nonlocals["pipeline"]
         self.outputs: list[Output] = []
         self.made: dict[Any, np.ndarray] = {}  # seed -> what the pipeline gave, as floats
+        self.parts: dict[Any, list[np.ndarray]] = {}  # seed -> what left while its VAE decoded
         self._jobs: dict[int, tuple[Job, Inputs]] = {}
         self._make, self.engine._make = self.engine._make, self._record
 
@@ -41,7 +43,10 @@ class Bench:
 
         def recorded() -> Any:
             result = finish()
-            self.made[seed] = array_of(result)
+            if isinstance(result, Frames):
+                self.parts.setdefault(seed, []).append(result.array)
+            else:
+                self.made[seed] = array_of(result)
             return result
 
         denoising.finish = recorded
@@ -69,7 +74,10 @@ class Bench:
         pipeline = diffusers.DiffusionPipeline.from_pretrained(self.stage.args.model, **extra_components(Path(self.stage.args.model)))
         pipeline.to(self.stage.context.device, getattr(torch, pick_dtype(self.stage.args.dtype, self.stage.context.device)))
         pipeline.set_progress_bar_config(disable=True)
-        return array_of(pipeline(**call_arguments(self.stage.accepts, self._jobs[seed][0], seed, self._jobs[seed][1])))
+        arguments = call_arguments(self.stage.accepts, self._jobs[seed][0], seed, self._jobs[seed][1])
+        if (scale := arguments.pop("guider.guidance_scale", None)) is not None:
+            pipeline.guider = type(pipeline.guider)(guidance_scale=scale)
+        return array_of(pipeline(**arguments))
 
     def failures(self) -> list[Exception]:
         return [output.error for output in self.outputs if output.error is not None]

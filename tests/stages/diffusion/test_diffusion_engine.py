@@ -92,6 +92,24 @@ def test_n_images_are_those_of_n_requests_with_the_following_seeds(bench: Bench)
     assert {chunk.meta["index"] for chunk in of(bench, "three", "event")} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("mode", ["step", "request"])
+def test_the_prompt_of_n_images_is_encoded_once(tmp_path: Path, mode: str) -> None:
+    bench = Bench(build("flux", tmp_path), "image", mode=mode)
+    encoded: list[int] = []
+    bench.pipeline.text_encoder_2.register_forward_hook(lambda *_: encoded.append(1))
+    params = {"prompt": "a cat", "width": 8, "height": 8, "num_inference_steps": 2, "guidance_scale": 3.5}
+    bench.submit("three", {**params, "seed": 1, "n": 3})
+    bench.run()
+    assert len(encoded) == 1
+    made = dict(bench.made)
+    for seed in (1, 2, 3):
+        bench.submit(f"s{seed}", {**params, "seed": seed})
+        bench.run()
+        np.testing.assert_allclose(made[seed], bench.made[seed], rtol=0, atol=1e-6)
+    assert len(encoded) == 4
+    assert not np.array_equal(made[1], made[2])
+
+
 def test_requests_share_denoiser_calls(bench: Bench) -> None:
     before = bench.engine.calls
     for number in range(4):
@@ -182,6 +200,36 @@ def test_out_of_memory_ends_the_request_that_needs_too_much_and_the_others_go_on
     assert isinstance(failed, StageFailed)
     assert failed.message.startswith("out of memory: ")
     assert end(bench, "small").finished
+
+
+def test_an_image_that_no_memory_can_hold_fails_alone(tmp_path: Path) -> None:
+    bench = Bench(build("flux", tmp_path), "image", max_side=2**23, max_pixels=2**46)
+    params = {"prompt": "a cat", "num_inference_steps": 2, "seed": 1}
+    bench.submit("small", {**params, "width": 8, "height": 8})
+    bench.submit("huge", {**params, "width": 2**23, "height": 2**23})  # more than a process can address
+    bench.run()
+    failed = end(bench, "huge").error
+    assert isinstance(failed, StageFailed)
+    assert failed.message.startswith("out of memory: ")
+    assert end(bench, "small").finished
+    assert bench.engine.requests == 0
+
+
+def test_out_of_memory_at_the_decoding_fails_that_request_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, calls = bench.pipeline.vae.decode, []
+
+    def decode_some(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(bench.pipeline.vae, "decode", decode_some)
+    bench.submit("first", {**SEVEN, "n": 2})
+    bench.submit("second", SEVEN)
+    bench.run()
+    assert end(bench, "first").error.message.startswith("out of memory: ")
+    assert end(bench, "second").finished
 
 
 def test_a_batch_that_is_too_big_is_done_one_by_one(bench: Bench, failing) -> None:

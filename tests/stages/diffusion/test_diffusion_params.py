@@ -64,6 +64,13 @@ def test_a_request_becomes_the_pipelines_own_arguments() -> None:
     assert job.lora == (("ink", 1.0),)
 
 
+def test_a_guidance_scale_reaches_the_component_that_guides_where_the_call_takes_none() -> None:
+    job = parse("video", {"guidance_scale": 4}, LIMITS, Accepts("FilmPipeline", FILMS.names | {"guider.guidance_scale"}))
+    assert job.arguments == {"guider.guidance_scale": 4.0}
+    with pytest.raises(BadRequest, match="guidance_scale: FilmPipeline has nothing like it"):
+        parse("video", {"guidance_scale": 4}, LIMITS, FILMS)
+
+
 def test_a_seed_that_is_not_given_is_drawn() -> None:
     assert parse("image", {}, LIMITS, DRAWS).seeds != parse("image", {}, LIMITS, DRAWS).seeds
 
@@ -92,6 +99,12 @@ def test_the_frame_rate_reaches_a_pipeline_that_has_one_and_the_chunks_of_one_th
     assert parse("video", {"fps": 12}, LIMITS, FILMS_AT_A_RATE).arguments == {"frame_rate": 12.0}
     job = parse("video", {"fps": 12}, LIMITS, FILMS)
     assert (job.arguments, job.fps) == ({}, 12.0)
+
+
+def test_previews_are_of_images_alone() -> None:
+    assert parse("image", {"previews": 3}, LIMITS, DRAWS).previews == 3
+    with pytest.raises(BadRequest, match="previews: there are none of video"):
+        parse("video", {"previews": 3}, LIMITS, FILMS)
 
 
 def test_seconds_of_sound_are_bounded() -> None:

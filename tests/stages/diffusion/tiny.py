@@ -394,7 +394,7 @@ PIPELINES: dict[str, Tiny] = {
     "wan_i2v": Tiny(wan_i2v, "video", CLIP, takes_image=True),
     "ltx": Tiny(ltx, "video", {**CLIP, "width": 32, "height": 32}),
     "ltx2": Tiny(ltx2, "video", {**CLIP, "width": 32, "height": 32, "num_frames": 5}),
-    "hunyuan": Tiny(hunyuan, "video", {"prompt": "a cat", "negative_prompt": "bad", "width": 16, "height": 16, "num_frames": 5}),
+    "hunyuan": Tiny(hunyuan, "video", {**CLIP, "num_frames": 5}),
     "stableaudio": Tiny(stableaudio, "audio", {"prompt": "rain", "negative_prompt": "noise", "seconds": 1.0, "guidance_scale": 3.0}),
 }
 
