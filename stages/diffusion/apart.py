@@ -5,7 +5,8 @@ Knows requests and chunks; what is computed is `parts.py`'s. Imports no torch be
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from stages.diffusion.params import MAX_PROMPT_CHARS, Accepts, Job, label_of, pa
 from streamrt import BadRequest, Chunk, ConfigError, Request, Stage, TooLong
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from stages.diffusion.engine import Inputs
 
 
@@ -76,26 +79,40 @@ class DecoderStage(_Part):
     takes = {"latents"}
 
     async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        async for latents in chunks:
-            decoded = self._decode(latents)
-            try:
-                while (chunk := await self.compute(next, decoded, None)) is not None:
-                    yield chunk
-            finally:
-                await self.compute(decoded.close)  # there, where it may still run
+        loop = asyncio.get_running_loop()
+        made: asyncio.Queue[Chunk | None] = asyncio.Queue()  # of one image or video at a time; None: that was all
 
-    def _decode(self, latents: Chunk) -> Generator[Chunk, None, None]:
+        def give(chunk: Chunk) -> None:
+            loop.call_soon_threadsafe(made.put_nowait, chunk)
+
+        async for latents in chunks:
+            decoding = asyncio.create_task(self.compute(self._decode, latents, give))
+            decoding.add_done_callback(lambda _: made.put_nowait(None))
+            try:
+                while (chunk := await made.get()) is not None:
+                    yield chunk
+                await decoding
+            finally:
+                decoding.cancel()
+
+    def _decode(self, latents: Chunk, give: Callable[[Chunk], None]) -> None:
         from stages.diffusion.output import picture_chunks, video_chunks
         from stages.diffusion.parts import decode
 
         meta, fps = {name: latents.meta[name] for name in ("index", "seed")}, latents.meta["fps"]
         frames = 0
-        for made in decode(self._pipeline, latents, self.args.task, self.context.device):
+
+        def give_chunks(made: dict[str, np.ndarray]) -> None:
+            nonlocal frames
             if self.args.task == "video":
-                yield from video_chunks(made["frames"][0], fps, meta, first=frames)
+                chunks = video_chunks(made["frames"][0], fps, meta, first=frames)
                 frames += len(made["frames"][0])
             else:
-                yield from picture_chunks(made, self._given, fps, meta)
+                chunks = picture_chunks(made, self._given, fps, meta)
+            for chunk in chunks:
+                give(chunk)
+
+        decode(self._pipeline, latents, self.args.task, self.context.device, give_chunks)
 
 
 class ImageEncoder(EncoderStage):

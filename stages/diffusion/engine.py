@@ -30,7 +30,7 @@ from stages.diffusion.denoising import Denoising, Encodings, OnStep
 from stages.diffusion.frames import Frames
 from stages.diffusion.graphs import TEXT_MULTIPLE, CaptureFailed, DenoiserGraphs
 from stages.diffusion.lora import Wanted
-from stages.diffusion.output import Given, chunks_of, frame_chunks, image_of, preview_chunk
+from stages.diffusion.output import Given, chunks_of, image_of, preview_chunk
 from stages.diffusion.params import MAX_PROMPT_CHARS, Job
 from stages.diffusion.scheduler import StepScheduler
 from streamrt import BadRequest, Chunk, Output, Overloaded, Request, StageFailed, StreamrtError, TooLong, event_chunk
@@ -227,13 +227,11 @@ class DiffusionEngine:
             if made is None:
                 self._finishing.remove(piece)
                 self._look(piece)
-            elif isinstance(made, Frames):
-                for chunk in frame_chunks(made.array, self._given, asked.job, piece.index, first=piece.frames):
-                    asked.say(chunk)
-                piece.frames += len(made.array)
             else:
                 for chunk in chunks_of(made, self._given, asked.job, piece.index, first=piece.frames):
                     asked.say(chunk)
+            if isinstance(made, Frames):
+                piece.frames += len(made.array)
         except Exception as error:  # noqa: BLE001 - one request's end must not be the others'; `_fail` logs it
             self._fail(piece, error)
             return [piece]

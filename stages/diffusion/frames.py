@@ -10,10 +10,9 @@ Knows diffusers' VAEs. Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import greenlet
 import numpy as np
 import torch
 
@@ -64,17 +63,3 @@ def telling(vae: Any, tell: Callable[[torch.Tensor], Any]) -> Any:
 
     twin.decoder.register_forward_hook(hook)
     return twin
-
-
-def parts_of(vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The parts that `vae.decode(latents)` is made of: each is computed when it is asked for, on the same thread always."""
-    hub = greenlet.getcurrent()
-    run = greenlet.greenlet(lambda: telling(vae, hub.switch).decode(latents))
-    try:
-        while True:
-            part = run.switch()
-            if run.dead:
-                return
-            yield part
-    finally:
-        run.throw()  # which nothing hears that has ended

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from stages.diffusion.frames import Frames
 from stages.diffusion.params import Job
 from stages.diffusion.parts import Undecoded
 from streamrt import BadRequest, Chunk, StageFailed
@@ -34,10 +35,12 @@ class Given(msgspec.Struct, frozen=True):
 
 
 def chunks_of(made: Any, given: Given, job: Job, index: int, *, first: int = 0) -> Iterator[Chunk]:
-    """The chunks of one piece, of a video without its `first` frames. Raises StageFailed when the pipeline gave something else."""
+    """The chunks of one piece, of a video those from its frame `first` on. Raises StageFailed when the pipeline gave something else."""
     meta = {"index": index, "seed": job.seeds[index]}
     if isinstance(made, Undecoded):
         yield made.chunk(fps=job.fps or given.fps, **meta)
+    elif isinstance(made, Frames):
+        yield from video_chunks(made.array, job.fps or given.fps, meta, first=first)
     elif given.task != "audio":
         yield from picture_chunks(made, given, job.fps or given.fps, meta, first=first)
     elif (audio := _field(made, "audios", "audio")) is not None:
@@ -46,13 +49,8 @@ def chunks_of(made: Any, given: Given, job: Job, index: int, *, first: int = 0) 
         raise _something_else(made, given)
 
 
-def frame_chunks(frames: np.ndarray, given: Given, job: Job, index: int, *, first: int) -> Iterator[Chunk]:
-    """The chunks of some frames of a piece, (T, H, W, C) floats, whose number in the video is `first` and up."""
-    yield from video_chunks(frames, job.fps or given.fps, {"index": index, "seed": job.seeds[index]}, first=first)
-
-
 def picture_chunks(made: Any, given: Given, fps: float, meta: dict[str, Any], *, first: int = 0) -> Iterator[Chunk]:
-    """The chunks of an image, or of a video and its sound; of the video without its `first` frames."""
+    """The chunks of an image, or of a video from its frame `first` on and its sound."""
     if given.task == "image" and (images := _field(made, "images")) is not None:
         for image in images:
             yield Chunk("image", {"image": pixels(image)}, port="image", meta=meta)

@@ -21,7 +21,7 @@ import torch
 
 from stages.diffusion.cut import components_of, part_of, read_index
 from stages.diffusion.denoising import ENCODING, OnStep, Stepwise, Twin, denoiser_names, guided, own_copy
-from stages.diffusion.frames import comes_in_parts, parts_of
+from stages.diffusion.frames import comes_in_parts, telling
 from stages.tensors import to_array, to_torch
 from streamrt import BadRequest, Chunk, StageFailed
 
@@ -169,21 +169,24 @@ class Uncoded(Stepwise):
 # ---- decoder ---------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def decode(pipeline: Any, chunk: Chunk, task: str, device: str) -> Iterator[dict[str, np.ndarray]]:
-    """Floats in [0, 1] as the pipeline would have given them: {"images": (1, H, W, C)}, or {"frames": (1, T, H, W, C)}, of which there are
-    several where the VAE decodes in parts. On the same thread always."""
+def decode(pipeline: Any, chunk: Chunk, task: str, device: str, give: Callable[[dict[str, np.ndarray]], None]) -> None:
+    """Give floats in [0, 1] as the pipeline would have: {"images": (1, H, W, C)}, or {"frames": (1, T, H, W, C)}, several times where the VAE
+    decodes in parts."""
     latents = [to_torch(chunk.tensors[f"t{place}"], device) for place in range(len(chunk.tensors))]
     latents[0] = latents[0].to(pipeline.vae.dtype)
-    if task == "video" and comes_in_parts(pipeline):
-        for part in parts_of(pipeline.vae, latents[0]):
-            yield {"frames": _shown(part).permute(0, 2, 3, 4, 1).numpy()}
-        return
-    values = _shown(pipeline.vae.decode(*latents, return_dict=False)[0])
-    if task == "video":
-        yield {"frames": values.permute(0, 2, 3, 4, 1).numpy()}
-    else:
-        yield {"images": (values[:, :, 0] if values.dim() == 5 else values).permute(0, 2, 3, 1).numpy()}
+
+    def give_frames(part: torch.Tensor) -> None:
+        give({"frames": _shown(part).permute(0, 2, 3, 4, 1).numpy()})
+
+    with torch.no_grad():
+        if task == "video" and comes_in_parts(pipeline):
+            telling(pipeline.vae, give_frames).decode(*latents)
+            return
+        values = pipeline.vae.decode(*latents, return_dict=False)[0]
+        if task == "video":
+            give_frames(values)
+        else:
+            give({"images": _shown(values[:, :, 0] if values.dim() == 5 else values).permute(0, 2, 3, 1).numpy()})
 
 
 def _shown(values: torch.Tensor) -> torch.Tensor:
