@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stages.diffusion.args import DiffusionArgs
 from stages.diffusion.cut import read_index, why_not
 from stages.diffusion.params import MAX_PROMPT_CHARS, Accepts, Job, label_of, parse
-from streamrt import BadRequest, Chunk, ConfigError, Request, Stage, TooLong
+from streamrt import BadRequest, Cancelled, Chunk, ConfigError, Request, Stage, TooLong
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,19 +80,25 @@ class DecoderStage(_Part):
 
     async def process(self, request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
-        made: asyncio.Queue[Chunk | None] = asyncio.Queue()  # of one image or video at a time; None: that was all
+        made: asyncio.Queue[Chunk | None] = asyncio.Queue()  # of one image or video, which bounds it; None: that was all
+        is_over = False
+        decoding: asyncio.Future[None] | None = None
 
         def give(chunk: Chunk) -> None:
+            if is_over:
+                raise Cancelled("nobody wants the rest")  # ends the decoding between two of its parts
             loop.call_soon_threadsafe(made.put_nowait, chunk)
 
-        async for latents in chunks:
-            decoding = asyncio.create_task(self.compute(self._decode, latents, give))
-            decoding.add_done_callback(lambda _: made.put_nowait(None))
-            try:
+        try:
+            async for latents in chunks:
+                decoding = asyncio.ensure_future(self.compute(self._decode, latents, give))
+                decoding.add_done_callback(lambda _: made.put_nowait(None))
                 while (chunk := await made.get()) is not None:
                     yield chunk
                 await decoding
-            finally:
+        finally:
+            is_over = True
+            if decoding is not None:
                 decoding.cancel()
 
     def _decode(self, latents: Chunk, give: Callable[[Chunk], None]) -> None:
