@@ -77,6 +77,7 @@ class ShmOutlet(Outlet):
         self._hang_timeout_s = options.hang_timeout_s
         self._watch = Watch(options.hang_timeout_s, self._is_waited_for, self._ask, self._on_hung)
         self._lane = Lane(sock, buffer, channel.to_producer, self._on_message, self._on_end)
+        self._post = self._lane.post
 
     async def introduce(self, name: str) -> None:
         """Hand the arena over and wait for the answer. Raises Broken, ProtocolError."""
@@ -91,9 +92,9 @@ class ShmOutlet(Outlet):
         return sum(nbytes for _, nbytes, loan, _ in self._lent.values() if loan is not None) if self._hangs else 0
 
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
-        specs = header.tensors
-        nbytes = payload_bytes(specs, arrays)
-        self.check_size(nbytes)
+        nbytes = payload_bytes(header.tensors, arrays)
+        if nbytes > self._max_chunk_bytes:
+            self.check_size(nbytes)
         # 1. The request's credit, and its turn: sends of one request leave in order.
         window = self._windows.of(header)
         if not window.try_enter(nbytes):
@@ -101,14 +102,18 @@ class ShmOutlet(Outlet):
         try:
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
             if nbytes <= self.inline_bytes:
-                window.check()
-                self.post(header, arrays, window, nbytes, pack(specs, arrays, nbytes), None)
+                self.post(header, arrays, window, nbytes, pack(header.tensors, arrays, nbytes), None)
             else:
-                self.post(header, arrays, window, nbytes, b"", await self.seal(header, arrays, nbytes, (self,), (window,)))
+                loan = self._try_seal(header, arrays, nbytes)
+                if loan is None:
+                    window.hold()
+                    loan = await self.seal(header, arrays, nbytes, (self,), (window,))
+                self.post(header, arrays, window, nbytes, b"", loan)
         except BaseException:
             self.give_up(window, nbytes)
             raise
-        window.leave()
+        if window.taken:
+            window.leave()
 
     def cancel(self, request_id: str, epoch: int) -> None:
         if self.error is None and self._windows.cancel(request_id, epoch):
@@ -156,7 +161,9 @@ class ShmOutlet(Outlet):
     async def enter(self, header: ChunkHeader, nbytes: int) -> Window:
         """Credit and turn of the request, to be ended with `give_up`, or `post` and `leave`."""
         window = self._windows.of(header)
-        if not window.try_enter(nbytes):
+        if window.try_enter(nbytes):
+            window.hold()
+        else:
             await self._wait(window, nbytes)
         return window
 
@@ -164,6 +171,21 @@ class ShmOutlet(Outlet):
         window.give_back(nbytes)
         window.leave()
         self._windows.retire(window)
+
+    def _try_seal(self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int) -> Loan | None:
+        """`seal` for this outlet, where nothing of it has to wait."""
+        if nbytes >= THREAD_COPY_BYTES or any_deferred(arrays):
+            return None
+        arena = self._arena
+        loan = arena.try_loan(nbytes, header.request_id)
+        if loan is not None:
+            try:
+                fill(loan.payload, header.tensors, arrays)
+            except BaseException:
+                arena.abort(loan)
+                raise
+            loan.ring.seal(loan, (self,), nbytes)
+        return loan
 
     async def seal(
         self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int, outlets: Sequence[ShmOutlet], windows: Sequence[Window]
@@ -195,7 +217,7 @@ class ShmOutlet(Outlet):
         """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails."""
         number = self._next_number
         if loan is None:
-            self._lane.post(encode(Data(number, header, INLINE, 0, 0, nbytes, inline)))
+            self._post(encode(Data(number, header, INLINE, 0, 0, nbytes, inline)))
         else:
             ring = loan.ring
             try:
@@ -203,7 +225,7 @@ class ShmOutlet(Outlet):
                     self._lane.post(encode(FileComing()))
                     self._lane.post(encode(File(ring.file, ring.layout.classes)), self._arena.files[ring.file])
                     self._known_files.add(ring.file)
-                self._lane.post(encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
+                self._post(encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
             except BaseException:
                 ring.release(loan.slot, self)
                 self._arena.released()
@@ -222,6 +244,11 @@ class ShmOutlet(Outlet):
             await self._windows.enter(window, nbytes)
         finally:
             self._waits -= 1
+        try:
+            window.check()  # much may have happened since the turn was given
+        except BaseException:
+            self.give_up(window, nbytes)
+            raise
 
     async def _loan(self, request_id: str, nbytes: int, windows: Sequence[Window]) -> Loan:
         """A slot, after those who are in line for one."""
