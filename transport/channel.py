@@ -208,6 +208,11 @@ class Lane:
         elif self._hung_up:
             raise Broken("the peer has hung up")
 
+    def read(self) -> None:
+        """Hear at once what has come, where the loop would only come to it later."""
+        if self._reading:
+            self._on_readable()
+
     def take_fd(self) -> None:
         """The next message brings a descriptor."""
         self._takes_fd = True

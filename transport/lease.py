@@ -65,8 +65,9 @@ class _Payload(np.ndarray):
     number = 0
 
     def __del__(self) -> None:
-        if self.borrower is not None:
-            self.borrower.settle(self.number, self.nbytes)
+        borrower = self.borrower
+        if borrower is not None:
+            borrower.settle(self.number, self.nbytes)
 
 
 class _BlockPayload(_Payload):

@@ -72,6 +72,8 @@ class ShmOutlet(Outlet):
         # By number: window, bytes, slot (None: inline), and arrays that own device memory which the consumer may read.
         self._lent: dict[int, tuple[Window, int, Loan | None, Sequence[np.ndarray]]] = {}
         self._next_number = 0
+        self._batch = max(2, options.window_chunks // 4)
+        self._hear_at = self._batch  # with so many lent, see whether some have come back
         self._known_files = {ARENA_FILE}  # what the consumer has been given
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hang_timeout_s = options.hang_timeout_s
@@ -95,6 +97,8 @@ class ShmOutlet(Outlet):
         nbytes = payload_bytes(header.tensors, arrays)
         if nbytes > self._max_chunk_bytes:
             self.check_size(nbytes)
+        if len(self._lent) >= self._hear_at:
+            self._hear()
         # 1. The request's credit, and its turn: sends of one request leave in order.
         window = self._windows.of(header)
         if not window.try_enter(nbytes):
@@ -231,7 +235,7 @@ class ShmOutlet(Outlet):
                 self._arena.released()
                 raise
         self._lent[number] = (window, nbytes, loan, tuple(arrays) if on_device(header.tensors) else ())
-        if loan is not None and self._arena.waiting:
+        if loan is not None and self._arena.line:
             self._watch.begin()
         self._next_number = number + 1
         self._counters.chunks_sent += 1
@@ -277,7 +281,7 @@ class ShmOutlet(Outlet):
     def _is_waited_for(self) -> bool:
         if self.error is not None:
             return False
-        return not self._welcome.done() or bool(self._lent and (self._waits or self._arena.waiting))
+        return not self._welcome.done() or bool(self._lent and (self._waits or self._arena.line))
 
     def _ask(self) -> None:
         with contextlib.suppress(Broken):  # end-of-file says so
@@ -299,6 +303,14 @@ class ShmOutlet(Outlet):
             self.hang_up(self.error)
 
     # ---- hearing
+
+    def _hear(self) -> None:
+        """Take the releases that have come: a burst of sends does not return to the loop before it has to wait."""
+        self._lane.read()
+        self._hear_later()
+
+    def _hear_later(self) -> None:
+        self._hear_at = max(self._batch, len(self._lent) + self._batch // 2)
 
     def _on_message(self, message: Welcome | Release | Refused | channel.Pong, fd: int) -> None:
         self._watch.heard = True
@@ -323,10 +335,11 @@ class ShmOutlet(Outlet):
             window.give_back(nbytes)
             if not window.chunks:
                 self._windows.retire(window)
+        self._hear_later()
         self._arena.released()
         if self.error is not None:
             self._hang_up_if_done()
-        elif self._waits or self._arena.waiting:  # the one that waits may need more than this
+        elif self._waits or self._arena.line:  # the one that waits may need more than this
             self.hurry()
 
     def _on_end(self, why: str) -> None:
