@@ -60,8 +60,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
     classes: tuple[tuple[int, int], ...]
 
 
-class Data(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
-    """One chunk: its header, and where its payload lies."""
+class Data(msgspec.Struct, array_like=True, gc=False, tag=1):
+    """One chunk: its header, and where its payload lies. Read as a `ShmLease` (lease.py), which adds what no message says."""
 
     number: int  # counts the chunks of this lane; the release names it
     header: ChunkHeader

@@ -86,7 +86,7 @@ else:
     _Lender = _Seen = _Name = None  # what a message may say of them
 
 
-class ShmLease(Data, frozen=False, gc=True, eq=False, tag=1):
+class ShmLease(Data, gc=True, eq=False, tag=1):
     """A chunk that lies in its producer's memory (or came inline): its `Data`, with what makes it a `Lease`.
 
     Decoded as it stands, since this is on every chunk's way; a borrower sets `borrower` and `peer`, which no message can say.

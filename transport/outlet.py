@@ -107,11 +107,9 @@ class ShmOutlet(Outlet):
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
             if nbytes <= self.inline_bytes:
                 self.post(header, arrays, window, nbytes, pack(header.tensors, arrays, nbytes), None)
-            else:
-                loan = self._try_seal(header, arrays, nbytes)
-                if loan is None:
-                    window.hold()
-                    loan = await self.seal(header, arrays, nbytes, (self,), (window,))
+            elif not self._send_at_once(header, arrays, window, nbytes):
+                window.hold()
+                loan = await self.seal(header, arrays, nbytes, (self,), (window,))
                 self.post(header, arrays, window, nbytes, b"", loan)
         except BaseException:
             self.give_up(window, nbytes)
@@ -176,20 +174,24 @@ class ShmOutlet(Outlet):
         window.leave()
         self._windows.retire(window)
 
-    def _try_seal(self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int) -> Loan | None:
-        """`seal` for this outlet, where nothing of it has to wait."""
+    def _send_at_once(self, header: ChunkHeader, arrays: Sequence[np.ndarray], window: Window, nbytes: int) -> bool:
+        """`seal` and `post` for this outlet alone; False where that has to wait."""
         if nbytes >= THREAD_COPY_BYTES or any_deferred(arrays):
-            return None
+            return False
         arena = self._arena
         loan = arena.try_loan(nbytes, header.request_id)
-        if loan is not None:
-            try:
-                fill(loan.payload, header.tensors, arrays)
-            except BaseException:
-                arena.abort(loan)
-                raise
-            loan.ring.seal(loan, (self,), nbytes)
-        return loan
+        if loan is None:
+            return False
+        try:
+            # Before the copy, which pushes all else out of the cache.
+            message = encode(Data(self._next_number, header, loan.ring.file, loan.slot, loan.generation + 1, nbytes))
+            fill(loan.payload, header.tensors, arrays)
+        except BaseException:
+            arena.abort(loan)
+            raise
+        loan.ring.seal(loan, (self,), nbytes)
+        self.post(header, arrays, window, nbytes, b"", loan, message)
+        return True
 
     async def seal(
         self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int, outlets: Sequence[ShmOutlet], windows: Sequence[Window]
@@ -216,9 +218,19 @@ class ShmOutlet(Outlet):
         return loan
 
     def post(
-        self, header: ChunkHeader, arrays: Sequence[np.ndarray], window: Window, nbytes: int, inline: bytes, loan: Loan | None
+        self,
+        header: ChunkHeader,
+        arrays: Sequence[np.ndarray],
+        window: Window,
+        nbytes: int,
+        inline: bytes,
+        loan: Loan | None,
+        message: bytes = b"",
     ) -> None:
-        """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails."""
+        """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails.
+
+        `message`: the `Data` that says it, where that was made before.
+        """
         number = self._next_number
         if loan is None:
             self._post(encode(Data(number, header, INLINE, 0, 0, nbytes, inline)))
@@ -229,7 +241,7 @@ class ShmOutlet(Outlet):
                     self._lane.post(encode(FileComing()))
                     self._lane.post(encode(File(ring.file, ring.layout.classes)), self._arena.files[ring.file])
                     self._known_files.add(ring.file)
-                self._post(encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
+                self._post(message or encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
             except BaseException:
                 ring.release(loan.slot, self)
                 self._arena.released()
@@ -238,8 +250,9 @@ class ShmOutlet(Outlet):
         if loan is not None and self._arena.line:
             self._watch.begin()
         self._next_number = number + 1
-        self._counters.chunks_sent += 1
-        self._counters.bytes_sent += nbytes
+        counters = self._counters
+        counters.chunks_sent += 1
+        counters.bytes_sent += nbytes
 
     async def _wait(self, window: Window, nbytes: int) -> None:
         self._waits += 1

@@ -28,7 +28,6 @@ import numpy as np
 from transport.errors import TooLarge, WouldBlock
 from transport.layout import Layout
 
-
 _NOBODY: set[Hashable] = set()
 
 
