@@ -60,7 +60,7 @@ class Arena:
         self._budget_bytes = arena_bytes + self._max_jumbo_bytes
         self._jumbo_bytes = 0  # allocated, those in the making included
         self._next_file = ARENA_FILE + 1
-        self._line: list[_Waiting] = []
+        self.line: list[_Waiting] = []  # to be looked at only
         self._growing: asyncio.Task[None] | None = None
         self._threads = threads
 
@@ -91,26 +91,22 @@ class Arena:
     def bytes_total(self) -> int:
         return sum(file.nbytes for file in self.files.values())
 
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
-
     def try_loan(self, nbytes: int, holder: Hashable) -> Loan | None:
         """A slot for `nbytes`, or None when there is none to spare now or others are in line for one."""
-        return None if self._line else self._find(nbytes, holder)
+        return None if self.line else self._find(nbytes, holder)
 
     def line_up(self, nbytes: int, holder: Hashable) -> asyncio.Future[Loan]:
         """A place in line. The taker owns the loan that it yields; `leave` gives the place, or an unwanted loan, back."""
         waiting = _Waiting(nbytes, holder, asyncio.get_running_loop().create_future())
-        self._line.append(waiting)
+        self.line.append(waiting)
         self._serve()
-        if self._line:
+        if self.line:
             self._on_wait()
         return waiting.future
 
     def leave(self, future: asyncio.Future[Loan]) -> None:
         """The send that stood in line is given up."""
-        self._line = [waiting for waiting in self._line if waiting.future is not future]
+        self.line = [waiting for waiting in self.line if waiting.future is not future]
         if future.done() and not future.cancelled() and future.exception() is None:
             self.abort(future.result())
 
@@ -127,12 +123,12 @@ class Arena:
 
     def released(self) -> None:
         """Slots were released on their rings: serve the line."""
-        if self._line:
+        if self.line:
             self._serve()
 
     def close(self) -> None:
         """Those in line raise Closed; the memory goes when its last view does. Idempotent."""
-        line, self._line = self._line, []
+        line, self.line = self.line, []
         for waiting in line:
             if not waiting.future.done():
                 waiting.future.set_exception(Closed("the connector was closed"))
@@ -173,10 +169,10 @@ class Arena:
 
     def _serve(self) -> None:
         """Give slots to those in line who can have one."""
-        if not self._line:
+        if not self.line:
             return
         still: list[_Waiting] = []
-        for waiting in self._line:
+        for waiting in self.line:
             if waiting.future.done():
                 continue
             loan = self._find(waiting.nbytes, waiting.holder)
@@ -184,7 +180,7 @@ class Arena:
                 waiting.future.set_result(loan)
             else:
                 still.append(waiting)
-        self._line = still
+        self.line = still
         if self._growing is None:
             for waiting in still:
                 if waiting.nbytes > self.ring.layout.max_payload_bytes and self._make_room(waiting):

@@ -36,7 +36,7 @@ from transport.connector import ConnectorOptions, ConnectorStats
 from transport.credit import Windows
 from transport.errors import Broken, Closed, ProtocolError, TransportError, WouldBlock
 from transport.layout import Layout, arena_layout
-from transport.lease import Area, ShmLease
+from transport.lease import Area, ShmLease, to_consumer
 from transport.memfile import MemFile
 from transport.payload import fill, pack, payload_bytes
 from transport.ring import Loan, Ring
@@ -70,6 +70,7 @@ class _End:
                 sock.setsockopt(socket.SOL_SOCKET, option, bound)
 
     def _post(self, data: bytes) -> None:
+        channel.check_size(data)
         try:
             self._sock.send(data)
         except BlockingIOError:
@@ -257,10 +258,11 @@ class BlockingInbound(_End):
             self.accept()
         while True:
             message, fd = self._next()
-            if type(message) is Data:
+            if type(message) is ShmLease:
+                message.borrower, message.peer = self, self.peer
                 if not self._over.covers(message.header.request_id, message.header.epoch):
-                    return ShmLease(self, message)
-                self.settle(message.number, message.nbytes)
+                    return message
+                message.release()
             elif isinstance(message, Hurry):
                 self._hurry = True
                 self._flush()
@@ -322,7 +324,7 @@ class BlockingInbound(_End):
             raise Broken(f"{self.peer or 'the producer'} is gone: {error.strerror}") from error
         if not nbytes:
             self._flush()
-        return _decoded(channel.to_consumer, self._view[:nbytes]), fd
+        return _decoded(to_consumer, self._view[:nbytes]), fd
 
     def _map(self, number: int, classes: tuple[tuple[int, int], ...], fd: int) -> None:
         if fd < 0:

@@ -44,6 +44,7 @@ VERSION = 2  # of these messages; 1 knew no Hurry, Ping and Pong
 MAX_MESSAGE_BYTES = 128 * 2**10
 MAX_READS = 64  # messages per callback
 _LONE = 16  # callbacks that read one message only, after one that found no second
+_ONE, _MANY = range(1), range(MAX_READS)
 INLINE = -1  # `Data.file` of a payload that came along
 END_OF_FILE = "end-of-file"  # what `on_end` is told when the peer hung up
 _SEND_BUFFER_BYTES = 4 * 2**20  # about ten thousand descriptors, as far as the system allows it
@@ -59,8 +60,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
     classes: tuple[tuple[int, int], ...]
 
 
-class Data(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
-    """One chunk: its header, and where its payload lies."""
+class Data(msgspec.Struct, array_like=True, gc=False, tag=1):
+    """One chunk: its header, and where its payload lies. Read as a `ShmLease` (lease.py), which adds what no message says."""
 
     number: int  # counts the chunks of this lane; the release names it
     header: ChunkHeader
@@ -131,19 +132,16 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
 
 ToProducer = Welcome | Release | Refused | Pong
 
-_encode = msgspec.msgpack.Encoder().encode
-to_consumer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToConsumer)
-to_producer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToProducer)
+encode = msgspec.msgpack.Encoder().encode
+to_producer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToProducer)  # the other way: in lease.py
 
 
-def encode(message: ToConsumer | ToProducer) -> bytes:
+def check_size(data: bytes) -> None:
     """Raises TooLarge: the lane is for descriptors; what is big belongs into a tensor."""
-    data = _encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise TooLarge(
             f"a message of {len(data)} bytes, and the lane takes {MAX_MESSAGE_BYTES}: put what is big into a tensor, not into meta"
         )
-    return data
 
 
 class Descriptor(Protocol):
@@ -170,6 +168,7 @@ class Lane:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
+        self._recv_into, self._send_now = sock.recv_into, sock.send
         self._fd = sock.fileno()
         self._buffer = buffer
         self._lone = 0
@@ -191,12 +190,14 @@ class Lane:
         return self._reading
 
     def post(self, data: bytes, file: Descriptor | None = None) -> None:
-        """Send one message, now or as soon as the socket takes it; never waits. Raises Broken when the peer is gone."""
+        """Send one message, now or as soon as the socket takes it; never waits. Raises Broken when the peer is gone, TooLarge."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            check_size(data)
         if self._hung_up or self.closed:
             raise Broken("the peer has hung up")
         if file is None and not self._queue:
             try:
-                self._sock.send(data)
+                self._send_now(data)
                 return
             except OSError:  # full or gone: said below
                 pass
@@ -206,6 +207,11 @@ class Lane:
             self._queue.append((data, file))
         elif self._hung_up:
             raise Broken("the peer has hung up")
+
+    def read(self) -> None:
+        """Hear at once what has come, where the loop would only come to it later."""
+        if self._reading:
+            self._on_readable()
 
     def take_fd(self) -> None:
         """The next message brings a descriptor."""
@@ -240,29 +246,29 @@ class Lane:
     # ---- reading
 
     def _on_readable(self) -> None:
-        sock, buffer, view = self._sock, self._buffer, self._view
-        for reads in range(MAX_READS):
-            if reads == 1 and self._lone:
-                self._lone -= 1
-                return
+        reads, lone = _MANY, self._lone
+        if lone:
+            reads, self._lone = _ONE, lone - 1
+        for already in reads:
             fd = -1
             try:
                 if self._takes_fd:
                     nbytes, fd = self._recv_with_fd()
                 else:
-                    nbytes = sock.recv_into(buffer)
+                    nbytes = self._recv_into(self._buffer)
             except BlockingIOError:
-                if reads == 1:
+                if already == 1:
                     self._lone = _LONE
                 return
             except ConnectionResetError:
-                self._lone = 0  # libuv does not call again after an error
-                continue  # it hung up with messages of ours unread; what it sent before still comes
+                self._lone = 0  # it hung up with messages of ours unread; what it sent before still comes,
+                self._on_readable()  # and libuv does not call again after an error
+                return
             if nbytes == 0:
                 self._end(END_OF_FILE)
                 return
             try:
-                message = self._decode(view[:nbytes])
+                message = self._decode(self._view[:nbytes])
             except msgspec.MsgspecError as error:  # not decodable, or not of this version
                 if fd >= 0:
                     os.close(fd)

@@ -175,8 +175,9 @@ def describe(tensors: dict[str, np.ndarray]) -> tuple[tuple[TensorSpec, ...], li
     for name, array in tensors.items():
         if type(array) is not np.ndarray or not array.flags.c_contiguous:
             array = array if isinstance(array, Deferred) else np.asarray(array, order="C")  # keeps 0-d as it is
-        nbytes = array.nbytes
-        specs.append(TensorSpec(name, _dtype_name(name, array.dtype), array.shape, offset, nbytes))
+        nbytes, dtype = array.nbytes, array.dtype
+        known = _names.get(dtype) if dtype.metadata is None and name != "text" else None
+        specs.append(TensorSpec(name, known or _dtype_name(name, dtype), array.shape, offset, nbytes))
         arrays.append(array)
         offset += -(-nbytes // 64) * 64
     return tuple(specs), arrays, offset
@@ -198,16 +199,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def view(spec: TensorSpec, payload: Any) -> np.ndarray:
-    """A read-only array over `payload` (any buffer) as `spec` describes it; raises ValueError when the range does not fit."""
+    """A read-only array over `payload` (a read-only buffer) as `spec` describes it; raises ValueError when the range does not fit."""
     try:
         array: np.ndarray = np.ndarray(spec.shape, numpy_dtype(spec.dtype), payload, spec.offset)
     except TypeError as error:  # beyond the end
         raise ValueError(f"tensor {spec.name}: {error}") from error
     if array.nbytes != spec.nbytes:
         raise ValueError(f"tensor {spec.name}: {spec.nbytes} bytes can not hold {spec.shape} {spec.dtype}")
-    flags = array.flags
-    if flags.writeable:  # most payloads are read-only themselves
-        flags.writeable = False
     return array
 
 

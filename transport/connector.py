@@ -19,6 +19,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -38,7 +39,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True):
     hang_timeout_s: float = 10.0  # a consumer for which a send waits and that says nothing for so long hangs, and is given up
 
 
-class ConnectorStats(msgspec.Struct):
+@dataclass(slots=True)
+class ConnectorStats:
     """Counters since start, for metrics and tests."""
 
     chunks_sent: int = 0

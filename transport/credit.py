@@ -42,7 +42,9 @@ class Windows:
         if nbytes > self._options.max_chunk_bytes:
             raise TooLarge(f"a chunk of {nbytes} bytes, and max_chunk_bytes is {self._options.max_chunk_bytes}")
         window = self.of(header)
-        if not window.try_enter(nbytes):
+        if window.try_enter(nbytes):
+            window.hold()
+        else:
             await self.enter(window, nbytes)
         loan = Loan(self, window, nbytes)
         self._loans.add(loan)

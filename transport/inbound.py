@@ -3,7 +3,7 @@
 Knows mappings and messages. Knows nothing of routes, nor of other producers.
 
 Rules
-- Releases go out in batches: a quarter of a window, or what has settled within 10 ms. They go out as soon as the loop has done with what it
+- Releases go out in batches: a quarter of a window, or what has settled within 50 ms. They go out as soon as the loop has done with what it
   is doing when the chunk was big (its slot is still warm in the cache), when a send of the producer waits, and when it has hung up.
 - After the producer's end-of-file its open leases may still be read and released, for as long as somebody listens.
 """
@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 
 from transport import channel, memfile
 from transport.arena import ARENA_FILE
-from transport.channel import Cancel, Data, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome
+from transport.channel import Cancel, File, FileComing, FileGone, Hello, Hurry, Lane, Refused, Release, Welcome
 from transport.connector import ConnectorStats, Lease
 from transport.errors import Broken, Closed, ProtocolError
 from transport.layout import Layout
-from transport.lease import Area, ShmLease
+from transport.lease import Area, ShmLease, to_consumer
 from transport.window import Tombstones
 
 log = logging.getLogger(__name__)
 
 _RELEASES_PER_MESSAGE = 4096
-_LATE_S = 0.01  # a release that nobody waits for
+_LATE_S = 0.05  # a release that nobody waits for
 _BIG_BYTES = 256 * 2**10
 
 
@@ -63,6 +63,7 @@ class Inbound:
         self._callbacks = callbacks
         self._on_chunk = callbacks.on_chunk
         self._tombstones = tombstones
+        self._over = tombstones.epochs.get
         self._counters = counters
         self._release_batch = release_batch
         self._on_gone = on_gone
@@ -72,9 +73,10 @@ class Inbound:
         self._flush_due = False  # in the next turn of the loop
         self._late_due = False  # within _LATE_S
         self._hurry = False  # a send of the producer waits
+        self._is_calm = False  # what settles may wait for a flush that is due: nothing presses
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
-        self._lane = Lane(sock, buffer, channel.to_consumer, self._on_message, self._on_end, takes_fd=True)
+        self._lane = Lane(sock, buffer, to_consumer, self._on_message, self._on_end, takes_fd=True)
 
     @property
     def is_live(self) -> bool:
@@ -99,32 +101,37 @@ class Inbound:
     def settle(self, number: int, nbytes: int) -> None:
         settled = self._settled
         settled.append(number)
+        if not self._is_calm or len(settled) >= self._release_batch or nbytes >= _BIG_BYTES or get_ident() != self._thread:
+            self._plan_flush(nbytes)
+
+    def _plan_flush(self, nbytes: int) -> None:
+        """As soon as what settled last, of `nbytes`, asks for."""
         try:
             if get_ident() != self._thread:
                 self._loop.call_soon_threadsafe(self._flush)
             elif self._flush_due:
                 pass
-            elif self._hurry or nbytes >= _BIG_BYTES or len(settled) >= self._release_batch or not self._lane.reading:
+            elif self._hurry or nbytes >= _BIG_BYTES or len(self._settled) >= self._release_batch or not self._lane.reading:
                 self._flush_due = True
                 self._loop.call_soon(self._flush)
-            elif not self._late_due:
-                self._late_due = True
-                self._loop.call_later(_LATE_S, self._flush_late)
+            else:
+                self._is_calm = True
+                if not self._late_due:
+                    self._late_due = True
+                    self._loop.call_later(_LATE_S, self._flush_late)
         except RuntimeError:
             if not self._loop.is_closed():  # closed before the last view died: nobody is left to tell
                 raise
 
     def _flush_late(self) -> None:
-        self._late_due = False
+        self._late_due = self._is_calm = False
         self._flush()
 
     def _flush(self) -> None:
         """Release all that has settled."""
         self._flush_due = False
         settled = self._settled
-        numbers: list[int] = []
-        while settled:
-            numbers.append(settled.popleft())
+        numbers = [settled.popleft() for _ in range(len(settled))]
         if not numbers or self._lane.closed:
             return
         self._hurry = False
@@ -138,8 +145,20 @@ class Inbound:
     # ---- hearing
 
     def _on_message(self, message: Any, fd: int) -> None:
-        if type(message) is Data and fd < 0 and self.peer:
-            self._on_data(message)
+        if type(message) is ShmLease and fd < 0 and self.peer:
+            self._unreleased += 1
+            message.borrower, message.peer = self, self.peer
+            header = message.header
+            over = self._over(header.request_id)
+            if over is None or header.epoch > over:
+                counters = self._counters
+                counters.chunks_received += 1
+                counters.bytes_received += message.nbytes
+                self._on_chunk(message)
+            else:
+                self._counters.dropped_stale += 1
+                self._press()  # of what is over, nothing stays behind
+                message.release()
             return
         try:
             if isinstance(message, Hello):
@@ -152,18 +171,10 @@ class Inbound:
             if fd >= 0:  # a mapping has its own
                 os.close(fd)
 
-    def _on_data(self, data: Data) -> None:
-        self._unreleased += 1
-        header = data.header
-        if self._tombstones.covers(header.request_id, header.epoch):
-            self._counters.dropped_stale += 1
-            self._hurry = True  # of what is over, nothing stays behind
-            self.settle(data.number, data.nbytes)
-            return
-        counters = self._counters
-        counters.chunks_received += 1
-        counters.bytes_received += data.nbytes
-        self._on_chunk(ShmLease(self, data))
+    def _press(self) -> None:
+        """What settles next is released at once."""
+        self._hurry = True
+        self._is_calm = False
 
     def _on_hello(self, hello: Hello, fd: int) -> None:
         try:
@@ -193,7 +204,7 @@ class Inbound:
             case FileGone():
                 self._areas.pop(message.file, None)
             case Hurry():
-                self._hurry = True
+                self._press()
                 if self._settled:
                     self._flush()
             case channel.Ping():
@@ -214,6 +225,7 @@ class Inbound:
         orderly = why == channel.END_OF_FILE
         if not orderly:
             log.warning("lane from %s ended: %s", peer or "an unknown process", why)
+        self._is_calm = False
         self._flush()
         if not orderly or not self._unreleased or not peer:
             self.close()

@@ -10,13 +10,14 @@ Rules
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
+from transport import channel
 from transport.channel import INLINE, Data
 from transport.chunk import on_device, view
-from transport.connector import Lease
 from transport.errors import Broken, Closed, ProtocolError
 from transport.layout import Layout
 
@@ -47,7 +48,7 @@ class Area:
         self._lines = memory[layout.line_offset(0) : layout.line_offset(layout.slots)].cast("Q")
         self._words_per_line = len(self._lines) // layout.slots
 
-    def read(self, data: Data) -> _Payload:
+    def read(self, data: ShmLease) -> _Payload:
         """The chunk's bytes, in place. Raises Broken, ProtocolError."""
         slot, nbytes = data.slot, data.nbytes
         if not 0 <= slot < len(self._sizes) or not 0 <= nbytes <= self._sizes[slot]:
@@ -64,8 +65,9 @@ class _Payload(np.ndarray):
     number = 0
 
     def __del__(self) -> None:
-        if self.borrower is not None:
-            self.borrower.settle(self.number, self.nbytes)
+        borrower = self.borrower
+        if borrower is not None:
+            borrower.settle(self.number, self.nbytes)
 
 
 class _BlockPayload(_Payload):
@@ -76,46 +78,67 @@ class _BlockPayload(_Payload):
             self.borrower.settle(self.number, _AT_ONCE)
 
 
-class ShmLease(Lease):
-    """A chunk that lies in its producer's memory (or came inline)."""
+if TYPE_CHECKING:
+    _Lender = Borrower | None
+    _Seen = _Payload | None
+    _Name = str
+else:
+    _Lender = _Seen = _Name = None  # what a message may say of them
 
-    __slots__ = ("_borrower", "_data", "_payload", "header", "peer")
 
-    def __init__(self, borrower: Borrower, data: Data) -> None:
-        self.header = data.header
-        self.peer = borrower.peer
-        self._borrower = borrower
-        self._data: Data | None = data
-        self._payload: _Payload | None = None
+class ShmLease(Data, gc=True, eq=False, tag=1):
+    """A chunk that lies in its producer's memory (or came inline): its `Data`, with what makes it a `Lease`.
+
+    Decoded as it stands, since this is on every chunk's way; a borrower sets `borrower` and `peer`, which no message can say.
+    """
+
+    borrower: _Lender = None  # None: not lent, or released
+    payload: _Seen = None  # of the views, once there are some
+    peer: _Name = None  # type: ignore[assignment] # the producer's name
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Raises Closed after `release`, Broken when the producer took this process for dead and used the slot again."""
-        data = self._data
-        if data is None:
+        if self.borrower is None:
             raise Closed("this lease was released")
-        specs = data.header.tensors
+        specs = self.header.tensors
         if not specs:
             return ()
-        payload = self._payload
+        payload: Any = self.payload
         if payload is None:
-            if data.file != INLINE:
-                payload = self._borrower.area(data.file).read(data)
-            elif on_device(specs):
-                payload = _BlockPayload(len(data.inline), np.uint8, data.inline)
-            else:
-                return tuple([view(spec, data.inline) for spec in specs])
-            payload.borrower, payload.number = self._borrower, data.number
-            self._payload = payload
-        return tuple([view(spec, payload) for spec in specs])
+            payload = self.inline if self.file == INLINE and not on_device(specs) else self._open()
+        arrays = []
+        for spec in specs:
+            arrays.append(view(spec, payload))
+        return tuple(arrays)
 
     def release(self) -> None:
-        data = self._data
-        if data is not None:
-            self._data = None
-            if self._payload is None:
-                self._borrower.settle(data.number, data.nbytes)
+        borrower = self.borrower
+        if borrower is not None:
+            self.borrower = None
+            if self.payload is None:
+                borrower.settle(self.number, self.nbytes)
             else:
-                self._payload = None  # it settles the chunk when it dies: now, or with the last view
+                self.payload = None  # it settles the chunk when it dies: now, or with the last view
 
     def __del__(self) -> None:
-        self.release()
+        try:
+            is_out = self.borrower is not None
+        except AttributeError:  # a message that was not understood
+            return
+        if is_out:
+            self.release()
+
+    def _open(self) -> _Payload:
+        assert self.borrower is not None
+        if self.file == INLINE:
+            payload: _Payload = _BlockPayload(len(self.inline), np.uint8, self.inline)
+        else:
+            payload = self.borrower.area(self.file).read(self)
+        payload.borrower, payload.number = self.borrower, self.number
+        self.payload = payload
+        return payload
+
+
+to_consumer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    channel.Hello | ShmLease | channel.Cancel | channel.FileComing | channel.File | channel.FileGone | channel.Hurry | channel.Ping
+)

@@ -185,6 +185,7 @@ class HeapLease(Lease):
     def __init__(self, header: ChunkHeader, peer: str, payload: np.ndarray, give_back: Callable[[], None]) -> None:
         self.header = header
         self.peer = peer
+        payload.flags.writeable = False
         self._payload: np.ndarray | None = payload  # bytes
         self._arrays: tuple[np.ndarray, ...] | None = None
         self._give_back = give_back

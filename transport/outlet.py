@@ -72,11 +72,14 @@ class ShmOutlet(Outlet):
         # By number: window, bytes, slot (None: inline), and arrays that own device memory which the consumer may read.
         self._lent: dict[int, tuple[Window, int, Loan | None, Sequence[np.ndarray]]] = {}
         self._next_number = 0
+        self._batch = max(2, options.window_chunks // 4)
+        self._hear_at = self._batch  # with so many lent, see whether some have come back
         self._known_files = {ARENA_FILE}  # what the consumer has been given
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hang_timeout_s = options.hang_timeout_s
         self._watch = Watch(options.hang_timeout_s, self._is_waited_for, self._ask, self._on_hung)
         self._lane = Lane(sock, buffer, channel.to_producer, self._on_message, self._on_end)
+        self._post = self._lane.post
 
     async def introduce(self, name: str) -> None:
         """Hand the arena over and wait for the answer. Raises Broken, ProtocolError."""
@@ -91,9 +94,11 @@ class ShmOutlet(Outlet):
         return sum(nbytes for _, nbytes, loan, _ in self._lent.values() if loan is not None) if self._hangs else 0
 
     async def send(self, header: ChunkHeader, arrays: Sequence[np.ndarray] = ()) -> None:
-        specs = header.tensors
-        nbytes = payload_bytes(specs, arrays)
-        self.check_size(nbytes)
+        nbytes = payload_bytes(header.tensors, arrays)
+        if nbytes > self._max_chunk_bytes:
+            self.check_size(nbytes)
+        if len(self._lent) >= self._hear_at:
+            self._hear()
         # 1. The request's credit, and its turn: sends of one request leave in order.
         window = self._windows.of(header)
         if not window.try_enter(nbytes):
@@ -101,14 +106,16 @@ class ShmOutlet(Outlet):
         try:
             # 2. The bytes, beside the header when they are few, else in a slot. 3. The consumer hears of it.
             if nbytes <= self.inline_bytes:
-                window.check()
-                self.post(header, arrays, window, nbytes, pack(specs, arrays, nbytes), None)
-            else:
-                self.post(header, arrays, window, nbytes, b"", await self.seal(header, arrays, nbytes, (self,), (window,)))
+                self.post(header, arrays, window, nbytes, pack(header.tensors, arrays, nbytes), None)
+            elif not self._send_at_once(header, arrays, window, nbytes):
+                window.hold()
+                loan = await self.seal(header, arrays, nbytes, (self,), (window,))
+                self.post(header, arrays, window, nbytes, b"", loan)
         except BaseException:
             self.give_up(window, nbytes)
             raise
-        window.leave()
+        if window.taken:
+            window.leave()
 
     def cancel(self, request_id: str, epoch: int) -> None:
         if self.error is None and self._windows.cancel(request_id, epoch):
@@ -156,7 +163,9 @@ class ShmOutlet(Outlet):
     async def enter(self, header: ChunkHeader, nbytes: int) -> Window:
         """Credit and turn of the request, to be ended with `give_up`, or `post` and `leave`."""
         window = self._windows.of(header)
-        if not window.try_enter(nbytes):
+        if window.try_enter(nbytes):
+            window.hold()
+        else:
             await self._wait(window, nbytes)
         return window
 
@@ -164,6 +173,25 @@ class ShmOutlet(Outlet):
         window.give_back(nbytes)
         window.leave()
         self._windows.retire(window)
+
+    def _send_at_once(self, header: ChunkHeader, arrays: Sequence[np.ndarray], window: Window, nbytes: int) -> bool:
+        """`seal` and `post` for this outlet alone; False where that has to wait."""
+        if nbytes >= THREAD_COPY_BYTES or any_deferred(arrays):
+            return False
+        arena = self._arena
+        loan = arena.try_loan(nbytes, header.request_id)
+        if loan is None:
+            return False
+        try:
+            # Before the copy, which pushes all else out of the cache.
+            message = encode(Data(self._next_number, header, loan.ring.file, loan.slot, loan.generation + 1, nbytes))
+            fill(loan.payload, header.tensors, arrays)
+        except BaseException:
+            arena.abort(loan)
+            raise
+        loan.ring.seal(loan, (self,), nbytes)
+        self.post(header, arrays, window, nbytes, b"", loan, message)
+        return True
 
     async def seal(
         self, header: ChunkHeader, arrays: Sequence[np.ndarray], nbytes: int, outlets: Sequence[ShmOutlet], windows: Sequence[Window]
@@ -190,12 +218,22 @@ class ShmOutlet(Outlet):
         return loan
 
     def post(
-        self, header: ChunkHeader, arrays: Sequence[np.ndarray], window: Window, nbytes: int, inline: bytes, loan: Loan | None
+        self,
+        header: ChunkHeader,
+        arrays: Sequence[np.ndarray],
+        window: Window,
+        nbytes: int,
+        inline: bytes,
+        loan: Loan | None,
+        message: bytes = b"",
     ) -> None:
-        """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails."""
+        """Tell the consumer of a chunk, in line or in a sealed slot; the slot is released for this consumer when that fails.
+
+        `message`: the `Data` that says it, where that was made before.
+        """
         number = self._next_number
         if loan is None:
-            self._lane.post(encode(Data(number, header, INLINE, 0, 0, nbytes, inline)))
+            self._post(encode(Data(number, header, INLINE, 0, 0, nbytes, inline)))
         else:
             ring = loan.ring
             try:
@@ -203,17 +241,18 @@ class ShmOutlet(Outlet):
                     self._lane.post(encode(FileComing()))
                     self._lane.post(encode(File(ring.file, ring.layout.classes)), self._arena.files[ring.file])
                     self._known_files.add(ring.file)
-                self._lane.post(encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
+                self._post(message or encode(Data(number, header, ring.file, loan.slot, loan.generation, nbytes)))
             except BaseException:
                 ring.release(loan.slot, self)
                 self._arena.released()
                 raise
         self._lent[number] = (window, nbytes, loan, tuple(arrays) if on_device(header.tensors) else ())
-        if loan is not None and self._arena.waiting:
+        if loan is not None and self._arena.line:
             self._watch.begin()
         self._next_number = number + 1
-        self._counters.chunks_sent += 1
-        self._counters.bytes_sent += nbytes
+        counters = self._counters
+        counters.chunks_sent += 1
+        counters.bytes_sent += nbytes
 
     async def _wait(self, window: Window, nbytes: int) -> None:
         self._waits += 1
@@ -222,6 +261,11 @@ class ShmOutlet(Outlet):
             await self._windows.enter(window, nbytes)
         finally:
             self._waits -= 1
+        try:
+            window.check()  # much may have happened since the turn was given
+        except BaseException:
+            self.give_up(window, nbytes)
+            raise
 
     async def _loan(self, request_id: str, nbytes: int, windows: Sequence[Window]) -> Loan:
         """A slot, after those who are in line for one."""
@@ -250,7 +294,7 @@ class ShmOutlet(Outlet):
     def _is_waited_for(self) -> bool:
         if self.error is not None:
             return False
-        return not self._welcome.done() or bool(self._lent and (self._waits or self._arena.waiting))
+        return not self._welcome.done() or bool(self._lent and (self._waits or self._arena.line))
 
     def _ask(self) -> None:
         with contextlib.suppress(Broken):  # end-of-file says so
@@ -272,6 +316,14 @@ class ShmOutlet(Outlet):
             self.hang_up(self.error)
 
     # ---- hearing
+
+    def _hear(self) -> None:
+        """Take the releases that have come: a burst of sends does not return to the loop before it has to wait."""
+        self._lane.read()
+        self._hear_later()
+
+    def _hear_later(self) -> None:
+        self._hear_at = max(self._batch, len(self._lent) + self._batch // 2)
 
     def _on_message(self, message: Welcome | Release | Refused | channel.Pong, fd: int) -> None:
         self._watch.heard = True
@@ -296,10 +348,11 @@ class ShmOutlet(Outlet):
             window.give_back(nbytes)
             if not window.chunks:
                 self._windows.retire(window)
+        self._hear_later()
         self._arena.released()
         if self.error is not None:
             self._hang_up_if_done()
-        elif self._waits or self._arena.waiting:  # the one that waits may need more than this
+        elif self._waits or self._arena.line:  # the one that waits may need more than this
             self.hurry()
 
     def _on_end(self, why: str) -> None:

@@ -28,6 +28,8 @@ import numpy as np
 from transport.errors import TooLarge, WouldBlock
 from transport.layout import Layout
 
+_NOBODY: set[Hashable] = set()
+
 
 class Loan:
     """A slot that the writer may fill: `payload` is all of its bytes."""
@@ -35,7 +37,7 @@ class Loan:
     __slots__ = ("borrowers", "generation", "holder", "payload", "ring", "slot")
 
     def __init__(self, ring: Ring, slot: int, generation: int, payload: np.ndarray, holder: Hashable) -> None:
-        self.borrowers: set[Hashable] = set()  # once sealed: who has yet to release it
+        self.borrowers: set[Hashable] = _NOBODY  # once sealed: who has yet to release it
         self.ring = ring
         self.slot = slot
         self.generation = generation  # odd; even once sealed
@@ -63,6 +65,7 @@ class Ring:
             self._free[layout.slot_class[slot]].append(slot)
         self._held: list[dict[Hashable, int]] = [{} for _ in layout.classes]  # holder -> slots of that class
         self._sizes = [slot_bytes for slot_bytes, _ in layout.classes]
+        self._classes = layout.slot_class
         self._out: dict[int, Loan] = {}  # by slot; every slot that is not free
         self.bytes_in_use = 0  # whole slots
 
@@ -106,20 +109,21 @@ class Ring:
         """The slot is written; `consumers` may read it, each until it releases it."""
         self._lines[loan.slot * self._words_per_line + 1] = nbytes
         loan.generation = self._bump(loan.slot)
-        loan.borrowers.update(consumers)
+        loan.borrowers = set(consumers)
 
     def abort(self, loan: Loan) -> None:
         """Nobody will see what was written."""
         loan.generation = self._bump(loan.slot)
-        self._give_back(loan.slot)
+        self._give_back(loan)
 
     def release(self, slot: int, consumer: Hashable) -> bool:
         """`consumer` has done with `slot`; True when the slot is free again. Raises KeyError when it had not borrowed it."""
-        borrowers = self._out[slot].borrowers
+        loan = self._out[slot]
+        borrowers = loan.borrowers
         borrowers.remove(consumer)
         if borrowers:
             return False
-        self._give_back(slot)
+        self._give_back(loan)
         return True
 
     def drop(self, consumer: Hashable) -> int:
@@ -138,13 +142,15 @@ class Ring:
         self._lines[slot * self._words_per_line] = generation
         return generation
 
-    def _give_back(self, slot: int) -> None:
-        size_class = self.layout.slot_class[slot]
-        holder = self._out.pop(slot).holder
+    def _give_back(self, loan: Loan) -> None:
+        slot, holder = loan.slot, loan.holder
+        del self._out[slot]
+        size_class = self._classes[slot]
         held = self._held[size_class]
-        if held[holder] == 1:
-            del held[holder]
+        left = held[holder] - 1
+        if left:
+            held[holder] = left
         else:
-            held[holder] -= 1
+            del held[holder]
         self._free[size_class].append(slot)
         self.bytes_in_use -= self._sizes[size_class]

@@ -41,6 +41,7 @@ from transport import channel  # noqa: E402
 from transport.chunk import ChunkHeader, describe  # noqa: E402
 from transport.connector import ConnectorOptions, Lease  # noqa: E402
 from transport.cuda_ipc import _decoded, driver  # noqa: E402
+from transport.lease import to_consumer  # noqa: E402
 from transport.schemes import make_connector  # noqa: E402
 
 KIB, MIB = 2**10, 2**20
@@ -273,7 +274,7 @@ async def calls(end: End) -> dict[str, float]:
         "pool.describe": lambda: pool.describe(0, source.nbytes, 0, stream, "bfloat16", tuple(source.shape)),
         "chunk.describe": lambda: describe({"hidden": array}),
         "encode": lambda: channel.encode(channel.Data(0, header, channel.INLINE, 0, 0, array.nbytes, array.tobytes())),
-        "decode": lambda: channel.to_consumer.decode(message),
+        "decode": lambda: to_consumer.decode(message),
         "block decode": lambda: _decoded(array),
         "event query": lambda: driver().is_done(pool._events[0][0]),
         "torch tensor over it": lambda: _over(held, mine.dtype, mine.shape, 0),

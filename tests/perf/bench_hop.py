@@ -35,7 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, shared_memory
 from multiprocessing.connection import Connection
@@ -123,10 +123,11 @@ class Shm:
     def __init__(self, directory: Path, name: str, peer: str) -> None:
         self._directory, self._name, self._peer = directory, name, peer
         self._connector = make_connector("shm", name, directory, ConnectorOptions(), token="bench")
-        self._leases: asyncio.Queue[Lease] = asyncio.Queue()
+        self._leases: deque[Lease] = deque()  # as the inbox of a request in streamrt/actor.py has them: with one future
+        self._wake: asyncio.Future[None] | None = None
 
     async def join(self, first: bool) -> None:
-        endpoint = await self._connector.open(self._leases.put_nowait, lambda peer: None, lambda request_id, epoch: None)
+        endpoint = await self._connector.open(self._put, lambda peer: None, lambda request_id, epoch: None)
         (self._directory / f"{self._name}.endpoint.new").write_text(endpoint)
         (self._directory / f"{self._name}.endpoint.new").rename(self._directory / f"{self._name}.endpoint")
         there = self._directory / f"{self._peer}.endpoint"
@@ -139,7 +140,7 @@ class Shm:
         await self._outlet.send(ChunkHeader("bench", 0, "bench", "out", seq, "hidden", 0, specs), arrays)
 
     async def recv(self) -> tuple[int, int]:
-        lease = await self._leases.get()
+        lease = await self._next()
         (array,) = lease.arrays()
         _ = array[0], array[-1]
         at_ns = time.monotonic_ns()
@@ -151,9 +152,20 @@ class Shm:
         await self._outlet.send(ChunkHeader("answer", 0, "bench", "out", 0, "event", 0, (), 0, 0.0, {"at": at_ns}))
 
     async def answered(self) -> int:
-        lease = await self._leases.get()
+        lease = await self._next()
         lease.release()
         return int(lease.header.meta["at"])
+
+    def _put(self, lease: Lease) -> None:
+        self._leases.append(lease)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _next(self) -> Lease:
+        while not self._leases:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return self._leases.popleft()
 
 
 class Zmq:

@@ -111,3 +111,22 @@ async def test_a_blocking_end_speaks_with_a_connector(connectors: Callable[..., 
             assert (header.seq, total[0]) == (seq, size)
         await echoing
     assert await inbox.lost.get() == "echo"
+
+
+async def test_a_burst_of_sends_hears_releases_without_returning_to_the_loop(connectors: Callable[..., Connector], tmp_path: Path) -> None:
+    producer = connectors("shm", "producer", window_chunks=4)
+    inbound = BlockingInbound(tmp_path / "x.sock", release_batch=1, timeout_s=5)
+
+    def read(count: int) -> None:
+        for _ in range(count):
+            inbound.recv().release()
+
+    with inbound, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(inbound.accept)
+        outlet = await producer.dial(inbound.endpoint)
+        accepting.result(5)
+        for burst in range(3):
+            for seq in range(4):
+                await outlet.send(*chunk("r", 4 * burst + seq, np.zeros(100_000, np.uint8)))
+            thread.submit(read, 4).result(5)  # the loop stands still meanwhile
+        assert producer.stats().credit_waits == 0

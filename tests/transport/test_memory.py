@@ -82,7 +82,7 @@ async def test_what_is_known_of_ended_requests_does_not_grow() -> None:
         loan.give_back()
         windows.cancel(f"r{i}", 0)
     assert len(windows._windows) == len(windows._loans) == stats.slots_in_use == stats.bytes_in_use == 0
-    assert len(windows._over._epochs) <= 4096
+    assert len(windows._over.epochs) <= 4096
     windows.forget("r4999")
     (await windows.take(header("r4999"), 0)).give_back()
 

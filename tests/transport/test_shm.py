@@ -441,6 +441,19 @@ async def test_a_descriptor_may_come_later_than_its_announcement(shm: Callable[.
     file.close()
 
 
+async def test_a_chunk_can_not_say_who_lends_it(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
+    """What makes a message a lease lies behind its fields, out of the producer's reach."""
+    endpoint = await inbox.open(shm("consumer"))
+    file = MemFile(Layout(CLASSES).total_bytes)
+    with raw_dial(endpoint) as sock:
+        socket.send_fds(sock, [channel.encode(Hello(channel.VERSION, "raw", CLASSES))], [file.fd])
+        assert isinstance(channel.to_producer.decode(await asyncio.to_thread(sock.recv, 1000)), Welcome)
+        sock.send(msgspec.msgpack.encode([1, 0, HEADER, channel.INLINE, 0, 0, 0, b"", "a borrower"]))
+        assert await inbox.lost.get() == "raw"
+    assert inbox.leases.empty()
+    file.close()
+
+
 async def test_a_hello_of_another_version_is_refused(shm: Callable[..., ShmConnector], inbox: Inbox) -> None:
     endpoint = await inbox.open(shm("consumer"))
     file = MemFile(Layout(CLASSES).total_bytes)
