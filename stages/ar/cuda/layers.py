@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from stages.ar.attention import Step
+from stages.ar.cpu_layers import NORMS
 from stages.ar.cuda import kernels
 from stages.ar.cuda.attention import attend
 
 FUSED = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "MixtralRMSNorm"}
 
 
 class FusedRMSNorm(nn.Module):
