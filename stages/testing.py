@@ -433,7 +433,8 @@ class Slow(Stage):
 
 
 class Crash(Stage):
-    """Passes text on until it meets the word for how to fail: "raise" raises, "die" kills the process; or fails in `load`."""
+    """Passes text on until it meets the word for how to fail: "raise" raises, "die" kills the process, "break" says that the stage is broken;
+    or fails in `load`."""
 
     class Args(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         in_load: bool = False
@@ -456,6 +457,9 @@ class Crash(Stage):
                 raise RuntimeError("this stage was told to raise")
             if "die" in chunk.text:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "break" in chunk.text:
+                self.context.broken("this stage was told to break")
+                await asyncio.Event().wait()  # it never says a word again
             if chunk.text:
                 yield text_chunk(chunk.text)
 

@@ -38,7 +38,9 @@ from transport.outlet import send_to_all
 log = get_logger("streamrt.actor")
 
 EARLY_CHUNK_S = 1.0  # a chunk that comes before its work item waits this long for it
-DEADLINE = "deadline"  # the cause of a cancel that is none: the request expires
+# Causes of cancels that are none:
+DEADLINE = "deadline"  # the request expires
+BROKEN = "broken"  # the stage is, and the request fails
 
 
 class Inbox:
@@ -185,6 +187,7 @@ class Actor:
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._broken = ""
         self._default_port = next(iter(stage.gives), "")
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -204,10 +207,11 @@ class Actor:
                 self._cancel(running, "drain")
             await self._idle.wait()
 
-    async def close(self) -> None:
-        self._draining = True
+    async def close(self, broken: str = "") -> None:
+        """End what runs; it fails, where `broken` says why the stage can not go on."""
+        self._draining, self._broken = True, broken
         for running in list(self._requests.values()):
-            self._cancel(running, "shutdown")
+            self._cancel(running, BROKEN if broken else "shutdown")
         for key in list(self._early):
             self._drop_early(key)
         while self._tasks:
@@ -417,6 +421,8 @@ class Actor:
         """Outcome and error of a request whose task was cancelled."""
         if running.cancel_cause == DEADLINE:
             return "expired", Expired(f"stage {self.name}: the request's deadline passed")
+        if running.cancel_cause == BROKEN:
+            return "failed", StageFailed(f"stage {self.name}: {self._broken}", hint="try again in a moment")
         if running.cancel_cause:
             return "cancelled", Cancelled(f"stage {self.name}: cancelled ({running.cancel_cause})", cause=running.cancel_cause)
         return "failed", StageFailed(f"stage {self.name}: it cancelled itself")

@@ -111,7 +111,7 @@ async def _stage(run: RunDir, stage_name: str, replica: int) -> int:
         actor.serve(lane)
         life.attach(actor)
         life.push(_in_executor(compute, stage.close))
-        life.push(actor.close)
+        life.push(lambda: actor.close(life.broken))
         member.start_heartbeats(actor.state, lambda lag_s: _snapshot(actor, connectors, metrics, lag_s))
         member.ready(work_endpoint=lane.endpoint, connectors=endpoints, max_requests=max_requests, describe=facts)
         log.info("stage.ready", stage=stage_name, run=welcome.run_id)
@@ -183,6 +183,7 @@ class _Life:
         self.member = Member(run, name)
         self.is_lost = False
         self.status = 0  # what the process exits with
+        self.broken = ""  # why the stage will never work again
         self._actor: Actor | None = None
         self._closing = contextlib.AsyncExitStack()
         self.stopped = asyncio.Event()
@@ -301,7 +302,7 @@ class _Life:
     def give_up(self, reason: str) -> None:
         """The stage will never work again: leave, so that the orchestrator starts another."""
         log.error("stage.broken", process=self.member.name, reason=reason)
-        self.status = 5
+        self.status, self.broken = 5, reason
         self.stopped.set()
 
     def _lost(self) -> None:

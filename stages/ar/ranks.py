@@ -126,8 +126,9 @@ class Leading:
             result: Result = self._call(Forward(batch))
         except Exception as error:  # whatever it was: the others may stand in the middle of this pass
             self._is_broken = True
-            self._broken(f"a step of {self.ranks} ranks failed: {error}")
-            raise StageFailed("a rank of the model is gone, or its step failed", hint="try again in a moment") from error
+            reason = "a rank of the model is gone, or its step failed"
+            self._broken(f"{reason}: {error}")
+            raise StageFailed(reason, hint="try again in a moment") from error
         return result
 
     def close(self) -> None:

@@ -27,8 +27,10 @@ async def test_failures(crashing):
     async with aiohttp.ClientSession(crashing.url) as session:
         await fails_before_the_first_byte(session)
         await comes_as_it_is_made(session)
+        await says_that_it_is_broken(session)
+        await serves_again(session, 1)
         await dies_in_mid_stream(session, crashing)
-        await serves_again(session)
+        await serves_again(session, 2)
         await is_left_by_its_client(session)
 
 
@@ -53,6 +55,13 @@ async def comes_as_it_is_made(session):
     assert times[-1] - times[0] > 0.3
 
 
+async def says_that_it_is_broken(session):
+    """It would wait for ever; its process leaves, and another comes."""
+    async with session.post(CHAT, json=asked("break")) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["code"], error["message"]) == (500, "stage_failed", "stage crash: this stage was told to break")
+
+
 async def dies_in_mid_stream(session, crashing):
     pid = next(replica.pid for replica in crashing.client.table.replicas if replica.stage == "crash")
     events = []
@@ -69,11 +78,11 @@ async def dies_in_mid_stream(session, crashing):
     assert json.loads(events[-1])["error"]["type"] == "server_error"
 
 
-async def serves_again(session):
+async def serves_again(session, restarts):
     async with asyncio.timeout(10), session.get("/api/pipeline/events") as response:
         async for line in response.content:  # once it was started again; until it is known to be gone it still counts as ready
             if line.startswith(b"data: ") and any(
-                (r["stage"], r["state"], r["restarts"]) == ("crash", "ready", 1) for r in json.loads(line[6:])["replicas"]
+                (r["stage"], r["state"], r["restarts"]) == ("crash", "ready", restarts) for r in json.loads(line[6:])["replicas"]
             ):
                 break
     async with session.post(CHAT, json=asked("hello ", stream=True)) as response:

@@ -137,7 +137,7 @@ def wan() -> Any:
 MODELS = {
     "qwenimage": Model(qwenimage, "image", [{"width": 512, "height": 512}, {"width": 1024, "height": 1024}], 64),
     "flux": Model(flux, "image", [{"width": 512, "height": 512}, {"width": 1024, "height": 1024}], 512),
-    "wan": Model(wan, "video", [{"width": 832, "height": 480, "num_frames": 17, "guidance_scale": 5.0}], 512, (1, 4)),
+    "wan": Model(wan, "video", [{"width": 832, "height": 480, "num_frames": 17, "guidance_scale": 5.0}], 512),
 }
 
 

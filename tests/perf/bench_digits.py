@@ -1,8 +1,8 @@
 """What each cache and each quantization costs in quality and gains in time, on the model of examples/05_digits.
 
-    python tests/perf/bench_digits.py FOLDER [--picture digits.png] [--json]
+    python tests/perf/bench_digits.py FOLDER [--device cuda] [--only NAME ...] [--count 10] [--picture digits.png] [--json]
 
-For each: 100 digits, one after the other; how many of them a classifier reads right that has learned from the same data, the mean difference
+For each: COUNT of each digit, one after the other; how many of them a classifier reads right that has learned from the same data, the mean difference
 to the images without it (of 255), and milliseconds per image. FOLDER is what examples/05_digits/train.py has made.
 """
 
@@ -38,12 +38,20 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     **{how: ({"quantize": {"transformer": how}}, "lossless") for how in ("int8", "int8_dynamic", "fp8")},
     "casting to fp8": ({"casting": "fp8"}, "lossless"),
 }
+ON_A_GPU: dict[str, tuple[dict[str, Any], str]] = {
+    "fp8_dynamic": ({"quantize": {"transformer": "fp8_dynamic"}}, "lossless"),
+    "cuda_graphs": ({"cuda_graphs": True}, "lossless"),
+    **{
+        f"{how}, cuda_graphs": ({"quantize": {"transformer": how}, "cuda_graphs": True}, "lossless")
+        for how in ("int8", "fp8", "fp8_dynamic")
+    },
+}
 
 
-def draw(folder: Path, args: dict[str, Any], quality: str, count: int = 10) -> tuple[np.ndarray, float]:
+def draw(folder: Path, args: dict[str, Any], quality: str, count: int = 10, device: str = "cpu") -> tuple[np.ndarray, float]:
     """(10 * count, 32, 32, 3) uint8, `count` of each digit in order, and seconds per image."""
     options = DiffusionArgs(model=str(folder), steps=STEPS, guidance_scale=2.0, **args)
-    stage: Any = DiffusionPipeline.configured(options)(options, Context(stage="draw", resolve=Path))
+    stage: Any = DiffusionPipeline.configured(options)(options, Context(stage="draw", device=device, resolve=Path))
     engine = stage.make_engine()
     images, times = [], []
     for number in range(-1, 10 * count):  # the first is the warm-up
@@ -90,14 +98,20 @@ def save_sheet(images: np.ndarray, file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: with what only a GPU can do besides")
+    parser.add_argument("--only", nargs="*", help="besides the first, which the others are compared to")
+    parser.add_argument("--count", type=int, default=10, help="of each digit")
     parser.add_argument("--picture", type=Path, help="write some images of the first variant here")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     read = reader()
     rows: dict[str, dict[str, float]] = {}
     exact: np.ndarray | None = None
-    for name, (options, quality) in VARIANTS.items():
-        images, seconds = draw(args.folder, options, quality)
+    variants = VARIANTS if args.device == "cpu" else VARIANTS | ON_A_GPU
+    for name, (options, quality) in variants.items():
+        if exact is not None and args.only is not None and name not in args.only:
+            continue
+        images, seconds = draw(args.folder, options, quality, args.count, args.device)
         if exact is None:
             exact = images
             if args.picture:
@@ -106,11 +120,11 @@ def main() -> None:
         rows[name] = {"right": read_right(images, read), "difference": round(difference, 2), "ms": round(seconds * 1e3, 1)}
         if not args.json:
             print(
-                f"{name:<22} {rows[name]['right']:>3} of 100 right   differs by {difference:6.2f}   {seconds * 1e3:7.1f} ms per image",
+                f"{name:<22} {rows[name]['right']:>3} of {len(images)} right   differs by {difference:6.2f}   {seconds * 1e3:7.1f} ms per image",
                 flush=True,
             )
     if args.json:
-        print(json.dumps({"command": f"python tests/perf/bench_digits.py {args.folder}", "steps": STEPS, "rows": rows}))
+        print(json.dumps({"command": " ".join(["python", *sys.argv]), "steps": STEPS, "rows": rows}))
 
 
 if __name__ == "__main__":

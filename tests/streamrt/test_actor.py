@@ -251,6 +251,17 @@ async def bench(tmp_path: Path, kind: type[Stage] = Echo, *, max_requests: int =
         await connector.close()
 
 
+async def test_what_runs_fails_when_the_stage_is_broken(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        it.ask()
+        await it.feed("a", end=False)
+        await it.until(lambda: it.client.texts() == ["a"])
+        await it.actor.close("the device is lost")
+        finished = await it.outcome()
+        assert (finished.outcome, finished.error_code, finished.error) == ("failed", "stage_failed", "stage s: the device is lost")
+        await it.is_empty()
+
+
 async def test_a_request_streams_and_ends_once(tmp_path: Path) -> None:
     async with bench(tmp_path) as it:
         it.ask()
