@@ -127,7 +127,7 @@ class Leading:
         except Exception as error:  # whatever it was: the others may stand in the middle of this pass
             self._is_broken = True
             reason = "a rank of the model is gone, or its step failed"
-            self._broken(f"{reason}: {error}")
+            self._broken(reason)  # the host logs what it was
             raise StageFailed(reason, hint="try again in a moment") from error
         return result
 
