@@ -85,9 +85,9 @@ async def test_two_gpus_say_what_one_says(
         said = await said_by_two(running)
         facts = chosen(running)
     assert said == said_by_one[family]
-    assert len(set(said)) > len(PROMPTS) // 2  # a model of random weights may say one thing to two of them
     assert facts["ranks"] == "2, joined by nccl"
     is_dense = family == "qwen3"
+    assert len(set(said)) >= len(PROMPTS) - (not is_dense)  # the random MoE, on one GPU too, says one thing to two prompts
     assert ("3 layers" in facts["layers"]) == is_dense
     assert facts["graphs"].startswith("for 1, 2, 4 rows" if has_graphs and is_dense else "none: ")
 
